@@ -1,0 +1,1 @@
+"""Looking at snapshots without torch: opening their documents, verifying their bytes."""

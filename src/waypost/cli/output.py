@@ -1,0 +1,119 @@
+"""What commands print: tables for people, JSON for scripts, progress on long work.
+
+Colour and progress need a terminal and the package ``rich``; without either, output is plain text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from waypost.options import color_wanted
+
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+
+
+def size_text(nbytes: int) -> str:
+    """Returns a number of bytes for people, in powers of ten."""
+    size, unit = float(nbytes), 0
+    while size >= 999.5 and unit + 1 < len(_UNITS):
+        size /= 1000
+        unit += 1
+    return f"{size:.3g} {_UNITS[unit]}"
+
+
+def number_text(value: float) -> str:
+    """Returns a metric for people."""
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def print_json(document: object) -> None:
+    """Prints a document; numbers that JSON lacks become strings."""
+    json.dump(_plain(document), sys.stdout, ensure_ascii=False, indent=1)
+    print()
+
+
+def print_table(
+    headings: Sequence[str], rows: Sequence[Sequence[str]], *, styles: Sequence[str] = ()
+) -> None:
+    """Prints a table.
+
+    Args:
+        headings: One for each column; one that begins with ``>`` is aligned to the right.
+        rows: The cells.
+        styles: For each row, a colour on a terminal.
+    """
+    if color_wanted(sys.stdout.isatty()) and _rich_table(headings, rows, styles):
+        return
+    names = [heading.lstrip(">") for heading in headings]
+    widths = [max(len(row[column]) for row in [names, *rows]) for column in range(len(headings))]
+    for row in [names, *rows]:
+        cells = [
+            cell.rjust(width) if heading.startswith(">") else cell.ljust(width)
+            for cell, width, heading in zip(row, widths, headings, strict=True)
+        ]
+        print("  ".join(cells).rstrip())
+
+
+@contextlib.contextmanager
+def progress(label: str, total_bytes: int) -> Iterator[Callable[[int], None] | None]:
+    """Shows a bar on the terminal while the block runs; gives what advances it, in bytes."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
+    except ImportError:
+        yield None
+        return
+    bar = Progress(
+        "{task.description}",
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    with bar:
+        task = bar.add_task(label, total=total_bytes)
+        yield lambda count: bar.update(task, advance=count)
+
+
+def _rich_table(
+    headings: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[str]
+) -> bool:
+    try:
+        from rich.console import Console
+        from rich.markup import escape
+        from rich.table import Table
+    except ImportError:
+        return False
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in headings:
+        table.add_column(
+            heading.lstrip(">"),
+            justify="right" if heading.startswith(">") else "left",
+            overflow="fold",
+        )
+    for number, row in enumerate(rows):
+        style = styles[number] if number < len(styles) else ""
+        table.add_row(*map(escape, row), style=style)
+    Console().print(table)
+    return True
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return str(value)

@@ -1,0 +1,123 @@
+"""Leaf paths: an entry's name and keys joined by ``/``, with every key told apart.
+
+A string key stands for itself, with ``%``, ``/`` and control characters percent-encoded. A key of
+another type is ``~`` and its JSON value, so that ``0``, ``"0"``, ``True`` and ``None`` differ. A
+part of a composite leaf (the indices of a sparse tensor, say) is ``~:`` and the part's name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from typing import TypeAlias
+
+from waypost import limits
+from waypost.errors import FormatError
+
+Globs: TypeAlias = str | Iterable[str] | None
+
+_PLAIN = re.compile(r"[^~%/\x00-\x1f\x7f\ud800-\udfff][^%/\x00-\x1f\x7f\ud800-\udfff]*")
+_SPECIAL = re.compile(r"[%/\x00-\x1f\x7f\ud800-\udfff]")
+_RESERVED = "__metadata__"
+
+
+def segment(key: str) -> str:
+    """Returns the path segment of a string key."""
+    if _PLAIN.fullmatch(key) and key != _RESERVED:
+        return key
+    if key == "":
+        return "%"
+    if key == _RESERVED:
+        return "%5F" + key[1:]
+    text = _SPECIAL.sub(_percent, key)
+    return "%7E" + text[1:] if text[0] == "~" else text
+
+
+def key_segment(json_text: str) -> str:
+    """Returns the path segment of a key that is not a string, from its JSON value."""
+    return "~" + _SPECIAL.sub(_percent, json_text)
+
+
+def part_path(path: str, part: str) -> str:
+    """Returns the path of a part of the composite leaf at ``path``."""
+    return f"{path}/~:{part}"
+
+
+def join(parent: str, piece: str) -> str:
+    """Returns the path of ``piece``, a segment, below ``parent``.
+
+    Raises:
+        FormatError: The path is longer than the limit.
+    """
+    path = f"{parent}/{piece}"
+    if len(path) > limits.PATH_CHARACTERS_MAX:
+        raise FormatError(
+            f"leaf path of {len(path)} characters, the limit is "
+            f"{limits.PATH_CHARACTERS_MAX}: {path[:120]!r}…"
+        )
+    return path
+
+
+def entry_of(path: str) -> str:
+    """Returns the first segment of ``path``, the entry's."""
+    return path.partition("/")[0]
+
+
+def key_of(path: str) -> str:
+    """Returns what a data file calls the leaf at ``path``: all but the entry's name.
+
+    A leaf that is itself an entry keeps the entry's name.
+    """
+    entry, slash, rest = path.partition("/")
+    return rest if slash else entry
+
+
+def path_of(entry: str, key: str) -> str:
+    """Returns the leaf path of what a data file of ``entry``, a segment, calls ``key``."""
+    return entry if key == entry else f"{entry}/{key}"
+
+
+def matcher(globs: Globs) -> Callable[[str], bool]:
+    """Returns a function that tells whether a leaf path matches any of ``globs``.
+
+    ``*`` and ``?`` stay within one segment, ``**`` crosses segments, ``[...]`` is a set. A glob
+    without any of these also matches everything below what it names, so ``"model"`` means the whole
+    entry. No globs at all match nothing.
+    """
+    if globs is None:
+        return lambda path: False
+    patterns = [globs] if isinstance(globs, str) else list(globs)
+    compiled = [re.compile(_translate(pattern)) for pattern in patterns]
+    return lambda path: any(regex.fullmatch(path) for regex in compiled)
+
+
+def _translate(glob: str) -> str:
+    pieces: list[str] = []
+    position = 0
+    while position < len(glob):
+        if glob.startswith("**/", position):
+            pieces.append("(?:.*/)?")
+            position += 3
+        elif glob.startswith("**", position):
+            pieces.append(".*")
+            position += 2
+        elif glob[position] == "*":
+            pieces.append("[^/]*")
+            position += 1
+        elif glob[position] == "?":
+            pieces.append("[^/]")
+            position += 1
+        elif glob[position] == "[" and (end := glob.find("]", position + 2)) > 0:
+            inside = glob[position + 1 : end].replace("\\", "\\\\")
+            negated = inside.startswith("!")
+            pieces.append(f"[^{inside[1:]}]" if negated else f"[{inside}]")
+            position = end + 1
+        else:
+            pieces.append(re.escape(glob[position]))
+            position += 1
+    below = "" if any(sign in glob for sign in "*?[") else "(?:/.*)?"
+    return "(?s:" + "".join(pieces) + below + ")"
+
+
+def _percent(match: re.Match[str]) -> str:
+    return "".join(f"%{byte:02X}" for byte in match.group().encode("utf-8", "surrogatepass"))

@@ -1,0 +1,1 @@
+"""Many snapshots: a run that saves, resumes, and keeps what its policies say."""

@@ -1,0 +1,155 @@
+"""Removing snapshots and debris: the manifest first, made durable, then the data.
+
+Only what Waypost made is removed: manifests, attempts' folders, its scratch files, and folders that
+are empty then. A snapshot that somebody removed meanwhile is no error.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import dataclass
+
+from waypost.audit import catalog
+from waypost.core.commit import remove_tree
+from waypost.errors import AlreadyOwnedError, WaypostError
+from waypost.format import documents, names
+from waypost.manager.keeping import Decision, Keeping, decide
+from waypost.manager.owner import is_owned
+from waypost.storage import Location, resolve
+from waypost.storage.urls import Url
+
+_log = logging.getLogger("waypost")
+
+_ATTEMPT = re.compile(r"a[0-9a-f]{16}")
+_SCRATCH = re.compile(r"\.(manifest\.json|LATEST|run\.json)\.[0-9]+-[0-9]+\.tmp")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PruneReport:
+    """What was, or with ``dry_run`` would be, removed and kept.
+
+    Attributes:
+        removed: Snapshots, newest first, with reasons.
+        kept: Snapshots, newest first, with reasons.
+        debris: URLs of what failed saves left.
+        dry_run: Nothing was touched.
+    """
+
+    removed: tuple[Decision, ...]
+    kept: tuple[Decision, ...]
+    debris: tuple[str, ...]
+    dry_run: bool
+
+
+def prune(
+    run_url: Url, keep: Keeping | None = None, *, debris: bool = True, dry_run: bool = True
+) -> PruneReport:
+    """Removes the snapshots of a run that ``keep`` does not name, and what failed saves left.
+
+    Args:
+        run_url: The run.
+        keep: A policy; None keeps all snapshots.
+        debris: Also remove files that no manifest names.
+        dry_run: Touch nothing, only say what would happen. This is the default.
+
+    Raises:
+        AlreadyOwnedError: A live process writes to the run.
+    """
+    run = resolve(run_url)
+    if not dry_run and is_owned(run):
+        raise AlreadyOwnedError(
+            f"{run.url}: a process is writing to this run; it prunes by itself, or stop it first"
+        )
+    decisions = decide(catalog.scan(run), keep, {})
+    removed = tuple(decision for decision in decisions if not decision.keep)
+    if not dry_run:
+        remove_decided(run, removed)
+    found = sweep(run, dry_run=dry_run) if debris else ()
+    return PruneReport(
+        removed=removed,
+        kept=tuple(decision for decision in decisions if decision.keep),
+        debris=found,
+        dry_run=dry_run,
+    )
+
+
+def remove_decided(run: Location, removed: tuple[Decision, ...]) -> None:
+    """Removes snapshots, one log line for each; a failure is a warning and stops nothing."""
+    for decision in removed:
+        snapshot = run / decision.record.name
+        try:
+            remove_snapshot(snapshot)
+        except WaypostError as error:
+            _log.warning("%s could not be removed and will be tried again: %s", snapshot.url, error)
+        else:
+            _log.info("removed %s (%s)", snapshot.url, decision.reason)
+
+
+def remove_snapshot(snapshot: Location) -> bool:
+    """Removes a snapshot; returns False when its manifest was gone already.
+
+    Raises:
+        StorageError: Something could not be removed. If the manifest is gone, the rest is debris.
+    """
+    storage = snapshot.storage
+    was_there = storage.remove((snapshot / documents.MANIFEST).path)
+    if was_there:
+        storage.settle(snapshot.path)
+    _sweep_snapshot(snapshot, committed=None, dry_run=False)
+    return was_there
+
+
+def sweep(run: Location, *, dry_run: bool = False) -> tuple[str, ...]:
+    """Removes what failed saves left in a run; returns the URLs of what it was.
+
+    Nobody else may be saving to the run.
+    """
+    found: list[str] = _sweep_scratch(run, dry_run=dry_run)
+    for record in catalog.scan(run):
+        if record.problem is not None and record.problem_code != "not-found":
+            continue  # a damaged manifest may still be mended by hand: its data stays
+        try:
+            found += _sweep_snapshot(run / record.name, committed=record.attempt, dry_run=dry_run)
+        except WaypostError as error:
+            _log.warning("%s: debris could not be removed: %s", record.url, error)
+    return tuple(found)
+
+
+def _sweep_snapshot(snapshot: Location, *, committed: str | None, dry_run: bool) -> list[str]:
+    storage = snapshot.storage
+    found = _sweep_scratch(snapshot, dry_run=dry_run)
+    data = snapshot / names.DATA
+    for name in storage.list(data.path):
+        if name.is_folder and _ATTEMPT.fullmatch(name.name) and name.name != committed:
+            found.append((data / name.name).url)
+            if not dry_run:
+                remove_tree(data / name.name)
+    if committed is None:
+        found += _sweep_empty(snapshot, dry_run=dry_run)
+    return found
+
+
+def _sweep_empty(snapshot: Location, *, dry_run: bool) -> list[str]:
+    """Removes what is left of a snapshot's folders, if nothing is in them."""
+    storage = snapshot.storage
+    data = snapshot / names.DATA
+    rest = [name.name for name in storage.list(snapshot.path)]
+    step = names.parse_step(snapshot.name)
+    is_ours = step is not None and snapshot.name == names.step_name(step)
+    if not is_ours or rest not in ([], [names.DATA]) or storage.list(data.path):
+        return []
+    if not dry_run:
+        storage.remove_folder(data.path)
+        storage.remove_folder(snapshot.path)
+    return [snapshot.url]
+
+
+def _sweep_scratch(folder: Location, *, dry_run: bool) -> list[str]:
+    found: list[str] = []
+    for name in folder.storage.list(folder.path):
+        if not name.is_folder and _SCRATCH.fullmatch(name.name):
+            found.append((folder / name.name).url)
+            if not dry_run:
+                folder.storage.remove((folder / name.name).path)
+    return found

@@ -1,0 +1,1 @@
+"""One snapshot: saving it, loading it, looking into it."""

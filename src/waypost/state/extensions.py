@@ -1,0 +1,258 @@
+"""Values of torch and numpy: sizes, dtypes, devices, arrays, scalars, random generators.
+
+The counterpart of :mod:`waypost.format.scalars` for what only this layer may import.
+"""
+
+from __future__ import annotations
+
+import base64
+import random
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from waypost.errors import UnsupportedError
+from waypost.format.jsontext import Json
+from waypost.format.tensornodes import TAG, described, pieces
+from waypost.state.tensors import TensorDecoder, TensorEncoder
+
+ARRAY: Final = "$ndarray"
+GENERATOR: Final = "$generator"
+
+_TORCH_ARRAYS: Final = {
+    np.dtype(name): getattr(torch, name)
+    for name in [
+        "bool",
+        "uint8",
+        "int8",
+        "uint16",
+        "int16",
+        "uint32",
+        "int32",
+        "uint64",
+        "int64",
+        "float16",
+        "float32",
+        "float64",
+        "complex64",
+        "complex128",
+    ]
+}
+
+
+class ExtensionEncoder:
+    """Describes tensors, arrays, generators and the small values of torch and numpy.
+
+    Args:
+        value: Turns a plain value into a node.
+        tensors: Takes the tensors.
+    """
+
+    def __init__(self, value: Callable[[Any, str], Json], tensors: TensorEncoder) -> None:
+        self._value = value
+        self._tensors = tensors
+
+    def node(self, value: Any, path: str) -> Json | None:
+        """Returns the node of ``value``, or None when it is nothing of torch's or numpy's."""
+        if isinstance(value, torch.Tensor):
+            return self._tensors.node(value, path)
+        if type(value) is np.ndarray:
+            return {ARRAY: self._array(value, path)}
+        if isinstance(value, np.generic):
+            return {"$numpy": _scalar(value, path)}
+        if isinstance(value, (torch.Generator, *_RANDOM)):
+            return {GENERATOR: [_generator_name(value), self._value(generator_state(value), path)]}
+        encode = _ENCODERS.get(type(value))
+        if encode is not None:
+            tag, text = encode
+            return {tag: text(value)}
+        if isinstance(value, np.dtype):
+            return {"$numpy_dtype": _dtype_node(value, path)}
+        return None
+
+    def _array(self, array: np.ndarray[Any, Any], path: str) -> Json:
+        order = "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
+        if order == "F":
+            array = array.T
+        kind = _TORCH_ARRAYS.get(array.dtype)
+        if kind is not None and array.dtype.isnative:
+            node = self._tensors.node(_tensor_of(array), path)
+            return {"order": order, "tensor": node}
+        dtype = _dtype_node(array.dtype, path)
+        raw = np.frombuffer(np.ascontiguousarray(array).tobytes(), np.uint8)
+        node = self._tensors.node(_tensor_of(raw), path)
+        return {"order": order, "tensor": node, "dtype": dtype, "shape": list(array.shape)}
+
+
+class ExtensionDecoder:
+    """Puts back what :class:`ExtensionEncoder` described.
+
+    Args:
+        value: Turns a node into a plain value.
+        tensors: Puts tensors together.
+    """
+
+    def __init__(self, value: Callable[[Json, str], Any], tensors: TensorDecoder) -> None:
+        self._value = value
+        self._tensors = tensors
+
+    def restore(self, tag: str, payload: Any, path: str) -> Any:
+        """Returns the object of a tag that the format does not know.
+
+        Raises:
+            LookupError: The tag is unknown here too.
+        """
+        if tag == TAG:
+            return self._tensors.tensor(payload, path)
+        if tag == ARRAY:
+            return self._array(payload, path)
+        if tag == GENERATOR:
+            name, state = payload
+            return set_generator(_new_generator(name), self._value(state, path))
+        return _DECODERS[tag](payload)
+
+    def _array(self, payload: Any, path: str) -> np.ndarray[Any, Any]:
+        array = self._tensors.tensor(payload["tensor"][TAG], path).numpy()
+        if "dtype" in payload:
+            array = array.view(_dtype(payload["dtype"])).reshape(payload["shape"])
+        return array.T if payload["order"] == "F" else array
+
+
+def stored_pieces(tag: str, payload: Any, path: str) -> list[tuple[str, int]]:
+    """Returns path and size in bytes of each piece that a tensor or array node is stored in."""
+    node = payload if tag == TAG else payload["tensor"][TAG]
+    described(node, path)
+    return [(piece, kind.nbytes) for piece, kind in pieces(node, path)]
+
+
+def generator_state(generator: Any) -> Any:
+    """Returns the state of a random generator as plain values and tensors."""
+    if isinstance(generator, torch.Generator):
+        return {"device": str(generator.device), "state": generator.get_state()}
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
+    version, internal, gauss = generator.getstate()
+    return {"version": version, "state": np.array(internal, np.uint32), "gauss": gauss}
+
+
+def set_generator(generator: Any, state: Any) -> Any:
+    """Sets a random generator to ``state`` and returns it."""
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state["state"].cpu())
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(state)
+    else:
+        internal = tuple(int(word) for word in state["state"])
+        generator.setstate((state["version"], internal, state["gauss"]))
+    return generator
+
+
+def is_generator(value: object) -> bool:
+    """Tells whether ``value`` is a random generator whose state can be stored."""
+    return isinstance(value, (torch.Generator, *_RANDOM))
+
+
+_RANDOM: Final = (np.random.Generator, np.random.RandomState, random.Random)
+
+
+def _generator_name(generator: Any) -> str:
+    if isinstance(generator, torch.Generator):
+        return f"torch:{generator.device}"
+    if isinstance(generator, np.random.Generator):
+        return f"numpy:{type(generator.bit_generator).__name__}"
+    return "numpy-legacy" if isinstance(generator, np.random.RandomState) else "python"
+
+
+def _new_generator(name: str) -> Any:
+    kind, _, detail = name.partition(":")
+    if kind == "torch":
+        return torch.Generator(detail)
+    if kind == "numpy":
+        if detail not in ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64"):
+            raise LookupError(f"unknown bit generator {detail[:40]!r}")
+        return np.random.Generator(getattr(np.random, detail)())
+    return {"numpy-legacy": np.random.RandomState, "python": random.Random}[name]()
+
+
+def _tensor_of(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    if not array.flags.writeable or any(step < 0 for step in array.strides):
+        array = array.copy()
+    if any(step % array.itemsize for step in array.strides):
+        array = np.ascontiguousarray(array)
+    return torch.from_numpy(array)
+
+
+def _dtype_node(dtype: np.dtype[Any], path: str) -> Json:
+    if dtype.hasobject or dtype.metadata:
+        raise UnsupportedError(
+            f"{path}: numpy data of dtype {dtype} holds Python objects; convert it first", path=path
+        )
+    described_ = np.lib.format.dtype_to_descr(dtype)
+    if isinstance(described_, str):
+        return described_
+    return [_field_node(field) for field in described_]
+
+
+def _field_node(field: Any) -> Json:
+    name, kind, *shape = field
+    nested = kind if isinstance(kind, str) else [_field_node(inner) for inner in kind]
+    return [name, nested, *(list(size) for size in shape)]
+
+
+def _dtype(node: Any) -> np.dtype[Any]:
+    if isinstance(node, str):
+        return np.dtype(node)
+    return np.dtype([_field(field) for field in node])
+
+
+def _field(node: Any) -> Any:
+    name, kind, *shape = node
+    return (name, _dtype(kind), *(tuple(size) for size in shape))
+
+
+def _scalar(value: np.generic, path: str) -> Json:
+    dtype = _dtype_node(value.dtype, path)
+    return [dtype, base64.b64encode(value.tobytes()).decode("ascii")]
+
+
+def _from_scalar(payload: Any) -> Any:
+    dtype, data = payload
+    return np.frombuffer(base64.b64decode(data, validate=True), _dtype(dtype))[0]
+
+
+def _torch_name(value: Any) -> str:
+    return str(value).removeprefix("torch.")
+
+
+def _torch_constant(kind: type) -> Callable[[Any], Any]:
+    def find(name: Any) -> Any:
+        found = getattr(torch, name)
+        if not isinstance(found, kind):
+            raise LookupError(f"torch.{name} is not a {kind.__name__}")
+        return found
+
+    return find
+
+
+_ENCODERS: Final[dict[type, tuple[str, Callable[[Any], Json]]]] = {
+    torch.Size: ("$size", list),
+    torch.dtype: ("$dtype", _torch_name),
+    torch.device: ("$device", str),
+    torch.layout: ("$layout", _torch_name),
+    torch.memory_format: ("$memory_format", _torch_name),
+}
+_DECODERS: Final[dict[str, Callable[[Any], Any]]] = {
+    "$size": torch.Size,
+    "$dtype": _torch_constant(torch.dtype),
+    "$device": torch.device,
+    "$layout": _torch_constant(torch.layout),
+    "$memory_format": _torch_constant(torch.memory_format),
+    "$numpy": _from_scalar,
+    "$numpy_dtype": _dtype,
+}

@@ -1,0 +1,335 @@
+"""A target against a snapshot: every difference found, and a plan made, before a byte moves.
+
+Each entry of the target is handled by what it is: a module and a container of tensors are filled
+in place, leaf by leaf; an optimizer by the names of its parameters; anything else takes its whole
+state back. Nothing of the target changes until :meth:`Plan.place`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from waypost.errors import Difference, FormatError, MismatchError
+from waypost.format import paths, trees
+from waypost.format.documents import Entry
+from waypost.format.jsontext import Json
+from waypost.state import containers, modules, optimizers
+from waypost.state.describe import has_state, is_last
+from waypost.state.extensions import is_generator, set_generator
+from waypost.state.inplace import TensorMatcher
+from waypost.state.restore import Restorer
+from waypost.state.selection import Selection
+
+
+@dataclass(slots=True)
+class Plan:
+    """What a load will do.
+
+    Attributes:
+        loaded: Paths of the leaves that will be loaded.
+        missing: Paths that the target has and the snapshot does not.
+        unexpected: The reverse.
+        cast: Paths whose elements change their type.
+        ignored: Entries of the snapshot that the target does not ask for.
+        differences: Everything that does not fit.
+    """
+
+    loaded: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    cast: list[str] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
+    differences: list[Difference] = field(default_factory=list)
+    _actions: list[Callable[[], None]] = field(default_factory=list)
+    _last: list[Callable[[], None]] = field(default_factory=list)
+
+    def then(self, action: Callable[[], None], *, last: bool = False) -> None:
+        """Adds a step to be taken when all bytes are there."""
+        (self._last if last else self._actions).append(action)
+
+    def place(self) -> None:
+        """Hands everything that was read to the target; random streams last."""
+        with torch.no_grad():
+            for action in [*self._actions, *self._last]:
+                action()
+
+
+def match(
+    into: MutableMapping[str, object],
+    entries: Mapping[str, Entry],
+    restorer: Restorer,
+    selection: Selection,
+) -> Plan:
+    """Returns the plan for filling ``into``; ``restorer`` then knows what has to be read.
+
+    Raises:
+        MismatchError: With all differences; nothing was changed.
+        UnsupportedError: A class or a permission that the snapshot needs is not there.
+    """
+    return _Matcher(into, entries, restorer, selection).run()
+
+
+class _Matcher:
+    def __init__(
+        self,
+        into: MutableMapping[str, object],
+        entries: Mapping[str, Entry],
+        restorer: Restorer,
+        selection: Selection,
+    ) -> None:
+        self._into = into
+        self._entries = entries
+        self._restorer = restorer
+        self._selection = selection
+        self._plan = Plan()
+        self._tensors = TensorMatcher(restorer, selection, self._plan)
+
+    def run(self) -> Plan:
+        plan = self._plan
+        self._tensors.index(self._entries)
+        for name, target in self._into.items():
+            self._entry(name, target)
+        plan.ignored = [name for name in self._entries if name not in self._into]
+        if not self._selection.strict:
+            plan.differences = [
+                difference
+                for difference in plan.differences
+                if difference.kind not in ("missing", "unexpected")
+            ]
+        if plan.differences:
+            raise MismatchError(
+                f"the target does not fit the snapshot: {len(plan.differences)} differences, "
+                f"nothing was loaded",
+                tuple(plan.differences),
+            )
+        if not plan.loaded:
+            raise MismatchError(
+                f"nothing in common: the snapshot holds the entries {sorted(self._entries)}, the "
+                f"target has {sorted(self._into)}; nothing was loaded",
+                tuple(
+                    Difference(kind="missing", path=name, expected=_name_of(target))
+                    for name, target in self._into.items()
+                ),
+            )
+        return plan
+
+    def _entry(self, name: str, target: Any) -> None:
+        entry = self._entries.get(name)
+        path = paths.segment(name)
+        if entry is None and not (self._selection.renames and self._tensors.has_below(path)):
+            if self._is_wanted(path, target):
+                self._differ("missing", path, _name_of(target), "")
+                self._plan.missing.append(path)
+            return
+        if isinstance(target, torch.nn.Module):
+            self._module(path, entry, target)
+        elif isinstance(target, torch.Tensor):
+            self._tensors.match({path: target}, path)
+        elif isinstance(target, (dict, list)) and (found := containers.tensors(target, path)):
+            self._container(name, entry, target, found)
+        elif entry is not None and self._takes_whole(entry, path):
+            self._whole(name, entry, target, path)
+
+    def _is_wanted(self, path: str, target: Any) -> bool:
+        """Tells whether an entry that the snapshot lacks was asked for at all."""
+        if not self._selection.is_partial:
+            return True
+        if isinstance(target, torch.nn.Module):
+            names = modules.clean_names(target, list(target.state_dict())).values()
+            return any(self._selection.takes(f"{path}/{paths.segment(name)}") for name in names)
+        return self._selection.takes(path)
+
+    def _takes_whole(self, entry: Entry, path: str) -> bool:
+        """Tells whether all leaves of an entry are to be loaded, or none.
+
+        Raises:
+            ValueError: Some are and some are not.
+        """
+        if not self._selection.is_partial:
+            return True
+        chosen = {
+            self._selection.takes(leaf.path)
+            for leaf in trees.leaves(entry.tree, path)
+            if not (entry.kind == "optimizer" and _is_hyperparameter(leaf.path))
+        }
+        if chosen == {True, False}:
+            raise ValueError(
+                f"include and exclude select a part of the entry {path!r}, which can only be "
+                f"loaded whole"
+            )
+        return chosen == {True}
+
+    def _whole(self, name: str, entry: Entry, target: Any, path: str) -> None:
+        if isinstance(target, torch.optim.Optimizer):
+            self._optimizer(name, entry, target, path)
+            return
+        restorer = self._restorer
+        restorer.need(entry.tree, path)
+        self._plan.loaded.extend(leaf.path for leaf in trees.leaves(entry.tree, path))
+        if has_state(target):
+            self._plan.then(
+                lambda: target.load_state_dict(restorer.value(entry.tree, path)),
+                last=is_last(target),
+            )
+        elif is_generator(target):
+            self._generator(entry, target, path)
+        else:
+            self._plan.then(lambda: self._replace(name, target, entry, path))
+
+    def _replace(self, name: str, target: Any, entry: Entry, path: str) -> None:
+        value = self._restorer.value(entry.tree, path)
+        self._into[name] = containers.update(target, value, strict=True)
+
+    def _generator(self, entry: Entry, target: Any, path: str) -> None:
+        tree = entry.tree
+        if not isinstance(tree, dict) or "$generator" not in tree:
+            self._differ("type", path, _name_of(target), f"a {entry.kind}")
+            return
+        state = tree["$generator"][1]
+        self._plan.then(
+            lambda: set_generator(target, self._restorer.value(state, path)) and None, last=True
+        )
+
+    def _module(self, path: str, entry: Entry | None, target: torch.nn.Module) -> None:
+        raw = dict(target.state_dict())
+        cleaned = modules.clean_names(target, list(raw))
+        wanted = {f"{path}/{paths.segment(cleaned[name])}": name for name in raw}
+        tensors = {
+            leaf: raw[name] for leaf, name in wanted.items() if isinstance(raw[name], torch.Tensor)
+        }
+        own = {leaf: name for leaf, name in wanted.items() if leaf not in tensors}
+        restored = self._tensors.match(
+            tensors, path, values=set(own), in_place=not modules.needs_hooks(target)
+        )
+        if modules.needs_hooks(target):
+            versions = entry.versions if entry is not None else {}
+            names = {wanted[leaf]: leaf for leaf in restored if leaf in wanted}
+            self._plan.then(lambda: self._through_hooks(target, names, versions))
+            return
+        for leaf in restored:
+            if leaf in own:
+                self._extra_state(target, own[leaf], leaf)
+
+    def _through_hooks(
+        self, target: torch.nn.Module, names: dict[str, str], versions: dict[str, list[str]]
+    ) -> None:
+        state: Any = OrderedDict(
+            (name, self._tensors.restored(leaf)) for name, leaf in names.items()
+        )
+        modules.attach_versions(state, versions)
+        target.load_state_dict(state, strict=False)
+
+    def _extra_state(self, target: torch.nn.Module, name: str, leaf: str) -> None:
+        owner = target.get_submodule(name.rpartition(".")[0])
+        self._plan.then(lambda: owner.set_extra_state(self._tensors.restored(leaf)))
+
+    def _container(
+        self, name: str, entry: Entry | None, target: Any, found: dict[str, torch.Tensor]
+    ) -> None:
+        path = paths.segment(name)
+        self._tensors.match(found, path)
+        if entry is None or self._selection.renames:
+            return
+        if self._selection.is_partial and not self._selection.takes(path):
+            return
+        for leaf in trees.leaves(entry.tree, path):
+            if not leaf.is_tensor:
+                self._plan.loaded.append(leaf.path)
+            elif leaf.path not in found:
+                self._restorer.need_tensor(leaf.tensor_node, leaf.path)
+        strict = self._selection.strict
+        self._plan.then(
+            lambda: (
+                containers.update(target, self._restorer.value(entry.tree, path), strict=strict)
+                and None
+            )
+        )
+
+    def _optimizer(self, name: str, entry: Entry, target: torch.optim.Optimizer, path: str) -> None:
+        if entry.kind != "optimizer":
+            self._differ("type", path, _name_of(target), f"a {entry.kind}")
+            return
+        names = optimizers.names_of(target, self._into)
+        items = {key: (at, node) for key, at, node in self._restorer.pairs(name)}
+        fixed: dict[str, Any] = {
+            key: self._restorer.value(items[key][1], items[key][0])
+            for key in ("shapes", "names", "class")
+            if key in items
+        }
+        groups_path, groups_node = _group_nodes(items)
+        self._restorer.need(items["param_groups"][1], groups_path)
+        fixed["param_groups"] = [
+            {"params": self._restorer.value(group["params"], f"{groups_path}/{number}/params")}
+            for number, group in enumerate(groups_node)
+        ]
+        found = optimizers.differences(target, names, fixed, path, strict=self._selection.strict)
+        self._plan.differences.extend(found)
+        if found:
+            return
+        state_path, state_node = items["state"]
+        self._reuse_state(target, names, state_node, state_path)
+        self._restorer.need(state_node, state_path)
+        self._plan.loaded.extend(leaf.path for leaf in trees.leaves(entry.tree, path))
+        self._plan.then(lambda: self._place_optimizer(target, names, entry, path))
+
+    def _reuse_state(
+        self, target: torch.optim.Optimizer, names: optimizers.Names, node: Any, path: str
+    ) -> None:
+        """Fills the optimizer's own tensors where they fit, so that no second copy is needed."""
+        parameters = [value for group in target.param_groups for value in group["params"]]
+        for name, parameter in zip(names.by_position, parameters, strict=True):
+            live = target.state.get(parameter)
+            if live:
+                below = f"{path}/{paths.segment(name)}"
+                for key, tensor in live.items():
+                    if isinstance(tensor, torch.Tensor) and isinstance(key, str):
+                        self._tensors.try_in_place(f"{below}/{paths.segment(key)}", tensor)
+
+    def _place_optimizer(
+        self, target: torch.optim.Optimizer, names: optimizers.Names, entry: Entry, path: str
+    ) -> None:
+        saved = self._restorer.value(entry.tree, path)
+        if self._selection.is_partial:
+            saved["param_groups"] = [
+                {
+                    key: value
+                    for key, value in group.items()
+                    if key == "params"
+                    or self._selection.takes(f"{path}/param_groups/{number}/{paths.segment(key)}")
+                }
+                for number, group in enumerate(saved["param_groups"])
+            ]
+        optimizers.place(target, names, saved)
+
+    def _differ(self, kind: str, path: str, expected: str, actual: str) -> None:
+        self._plan.differences.append(
+            Difference(kind=kind, path=path, expected=expected, actual=actual)
+        )
+
+
+def _group_nodes(items: Mapping[str, tuple[str, Json]]) -> tuple[str, list[dict[str, Json]]]:
+    """Returns path and nodes of an optimizer's parameter groups.
+
+    Raises:
+        FormatError: The entry is not what an optimizer is saved as.
+    """
+    path, groups = items.get("param_groups", ("", None))
+    is_valid = isinstance(groups, list) and all(
+        isinstance(group, dict) and "params" in group for group in groups
+    )
+    if not is_valid or "state" not in items:
+        raise FormatError(f"{path or 'the optimizer'}: groups or state are missing")
+    return path, groups  # type: ignore[return-value]  # checked above
+
+
+def _is_hyperparameter(path: str) -> bool:
+    return path.split("/")[1:2] == ["param_groups"]
+
+
+def _name_of(target: object) -> str:
+    return f"a {type(target).__name__}"

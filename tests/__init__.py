@@ -1,0 +1,1 @@
+"""Tests of Waypost; CONTRIBUTING.md says which directory holds what."""

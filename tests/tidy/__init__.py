@@ -1,0 +1,1 @@
+"""The shape of the source: what CONTRIBUTING.md promises about it, checked."""

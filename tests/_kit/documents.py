@@ -20,6 +20,7 @@ FOLDER = "/scratch"
 """How documents write the folder in which their commands run."""
 
 NOT_RUN = "no-run"
+MODULE_PREFIX = "example_"
 _FENCE = re.compile(r"^```(\S*) *(.*)$")
 _SHOWN = re.compile(r"# -> (.*)$")
 _ELISION = "..."
@@ -32,6 +33,7 @@ _VARYING = [
     (re.compile(r"\bhost=\S+"), "host=<host>"),
     (re.compile(r"\b(torch|python|numpy)=[\w.+]+"), r"\1=<version>"),
     (re.compile(r"\bgit_commit=\w+"), "git_commit=<commit>"),
+    (re.compile(r"\bloss=[-+.e0-9]+"), "loss=<number>"),
     (re.compile(r"\bprocess \d+ on [\w.-]+"), "process <pid> on <host>"),
     (re.compile(r"\b\d+\.\d\d s\b"), "<duration>"),
 ]
@@ -101,13 +103,14 @@ def _same_line(expected: str, actual: str) -> bool:
 
 
 def run_python(block: Block, path: Path, namespace: dict[str, Any]) -> None:
-    """Executes a block; an expression with `# -> text` behind it must have that `repr`."""
+    """Executes a block; an expression with `# -> text` behind or below it must have that `repr`."""
     where = f"{path.name}:{block.line}"
     tree = ast.parse("\n" * (block.line - 1) + block.text, str(path))
     lines = block.text.splitlines()
     for statement in tree.body:
-        last = lines[(statement.end_lineno or 0) - block.line]
-        shown = _SHOWN.search(last)
+        end = (statement.end_lineno or 0) - block.line
+        last, below = [*lines, ""][end : end + 2]
+        shown = _SHOWN.search(last) or _SHOWN.match(below)
         if shown and isinstance(statement, ast.Expr):
             code = compile(ast.Expression(statement.value), str(path), "eval")
             actual = repr(eval(code, namespace))
@@ -118,7 +121,7 @@ def run_python(block: Block, path: Path, namespace: dict[str, Any]) -> None:
 
 def namespace_of(path: Path) -> dict[str, Any]:
     """A namespace that is a module's, so that classes defined in a block can be found again."""
-    module = types.ModuleType(f"example_{path.stem.replace('-', '_').lower()}")
+    module = types.ModuleType(f"{MODULE_PREFIX}{path.stem.replace('-', '_').lower()}")
     sys.modules[module.__name__] = module
     return vars(module)
 

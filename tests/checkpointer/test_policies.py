@@ -22,6 +22,7 @@ def _train(run: str, until: int, **arguments: Any) -> waypost.Checkpointer:
     return checkpointer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(
     ("policy", "saved"),
@@ -254,3 +255,14 @@ def test_a_snapshot_tells_what_it_is(tmp_path: Path) -> None:
     assert receipt.digest
     waypost.save(str(tmp_path / "plain"), sample_state(4))
     assert waypost.open(str(tmp_path / "plain")).step is None
+
+
+def test_the_newest_stay_also_after_one_was_overwritten_from_outside(tmp_path: Path) -> None:
+    """Step 1 replaced by `save(overwrite=True)`, then 2 and 3: KeepLast(2) keeps 2 and 3."""
+    run = str(tmp_path / "run")
+    advance(run, 1)
+    waypost.save(url_of(run, 1), sample_state(7), step=1, overwrite=True)
+    advance(run, 2)
+    advance(run, 3)
+    waypost.prune(run, keep=waypost.KeepLast(2), dry_run=False)
+    assert sorted(committed(run)) == [2, 3]

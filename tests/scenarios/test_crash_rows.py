@@ -68,6 +68,7 @@ def test_b001_a_kill_during_the_write_never_lists_the_step(tmp_path: Path) -> No
         check_debris(run)
 
 
+@pytest.mark.slow
 def test_b003_one_flipped_byte_zeroed_block_or_lost_byte_is_named(
     tmp_path: Path, seed: int
 ) -> None:
@@ -154,6 +155,7 @@ def test_b008_a_run_whose_snapshots_are_all_broken_does_not_restart_from_zero(
     assert "step-000000010" in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failing", ["middle", "last"])
 def test_b010_a_full_disk_at_a_save_leaves_the_others_and_training_goes_on(
     failing: str, tmp_path: Path
@@ -179,6 +181,7 @@ def test_b010_a_full_disk_at_a_save_leaves_the_others_and_training_goes_on(
     check_debris(run)
 
 
+@pytest.mark.slow
 def test_b018_a_write_that_fails_once_leaves_no_garbage_in_front(tmp_path: Path) -> None:
     """One write error, then none: the error surfaces or the result verifies; the retry does."""
     quiet()

@@ -95,6 +95,7 @@ def read_only(tmp_path: Path) -> Iterator[Callable[[Path], Path]]:
         action()
 
 
+@pytest.mark.slow
 def test_b166_a_read_only_run_is_listed_verified_and_loaded(
     tmp_path: Path, read_only: Callable[[Path], Path]
 ) -> None:
@@ -149,6 +150,7 @@ def _moved(source: Path, how: str, tmp_path: Path) -> Path:
     return target
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["move", "cp", "rsync", "tar"])
 def test_a_moved_run_works_and_goes_on(how: str, tmp_path: Path) -> None:
     """No absolute path inside, no symlink: moved, copied or packed, it loads and resumes."""
@@ -205,6 +207,7 @@ def test_b072_a_directory_that_cannot_be_synced_loses_nothing(
     check_next_save(run, 30)
 
 
+@pytest.mark.slow
 def test_b072_a_rename_that_is_refused_at_first_is_tried_again_or_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

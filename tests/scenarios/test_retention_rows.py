@@ -26,6 +26,7 @@ from _kit.invariants import (
 )
 
 
+@pytest.mark.slow
 def test_b022_the_oldest_go_first(tmp_path: Path) -> None:
     """keep_last=3, saved one by one: at each point the newest three are on disk."""
     run = str(tmp_path / "run")
@@ -42,6 +43,7 @@ def test_b022_the_oldest_go_first(tmp_path: Path) -> None:
             assert sorted(committed(run)) == saved[-3:]
 
 
+@pytest.mark.slow
 def test_b022_quotas_are_a_union(tmp_path: Path) -> None:
     """KeepLast(2) | KeepEvery(steps=4): what either keeps stays."""
     run = str(tmp_path / "run")
@@ -169,6 +171,7 @@ def test_b032_another_runs_snapshot_is_never_removed(tmp_path: Path) -> None:
     assert tree_of(tmp_path / "pretrained") == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["delete", "rename", "file", "empty", "manifest"])
 def test_b038_a_snapshot_that_a_human_changed_does_not_stop_the_run(
     how: str, tmp_path: Path
@@ -217,6 +220,7 @@ def test_b040_files_do_not_grow_with_the_number_of_resumes(tmp_path: Path) -> No
         check_latest(run)
 
 
+@pytest.mark.slow
 def test_b041_preemption_saves_fall_under_retention(tmp_path: Path) -> None:
     """Ten times preempted and resumed with keep=2: two snapshots are on disk, not ten."""
     run = str(tmp_path / "run")

@@ -186,6 +186,7 @@ def test_b157_a_pickle_in_place_of_a_file_is_never_run(tmp_path: Path) -> None:
         file.write_bytes(content)
 
 
+@pytest.mark.slow
 def test_b158_wrappers_are_normalised_at_both_ends(tmp_path: Path) -> None:
     """Compiled inside DataParallel, loaded plain; `module.` in the middle of a name is kept."""
 

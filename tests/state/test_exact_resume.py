@@ -11,6 +11,8 @@ import waypost
 from _kit import die, in_child, new_place
 from _kit.training import BATCHES_PER_EPOCH, Job, undisturbed
 
+pytestmark = pytest.mark.slow
+
 TOTAL = 17
 NEXT_BATCHES = 50
 

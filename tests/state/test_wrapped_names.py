@@ -11,6 +11,8 @@ import waypost
 from _kit import assert_same_tensor, new_place
 from _kit.training import compiled
 
+pytestmark = pytest.mark.slow  # the first torch.compile imports its compiler
+
 
 def _net(seed: int) -> nn.Module:
     torch.manual_seed(seed)

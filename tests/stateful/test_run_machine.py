@@ -121,7 +121,7 @@ class RunMachine(RuleBasedStateMachine):
         in_child(lambda: waypost.save(place, sample_state(token), step=step, overwrite=True).step)
         try:
             found = read_state(snapshot_url(self.run, step))["progress"]["step"]
-        except waypost.CorruptionError:
+        except (waypost.CorruptionError, waypost.FormatError):
             assert step in self.damaged
             return
         assert found in (self.held[step], token)
@@ -161,7 +161,9 @@ class RunMachine(RuleBasedStateMachine):
         """A flipped byte in a data file: still listed, never accepted."""
         step = data.draw(st.sampled_from(sorted(set(self.held) - self.damaged)))
         chooser = random.Random(seed)
-        file = chooser.choice(files_under(Path(snapshot_url(self.run, step)) / "data"))
+        snapshot = snapshot_url(self.run, step)
+        attempt = waypost.open(snapshot).attempt  # other folders are debris, nobody reads them
+        file = chooser.choice(files_under(Path(snapshot) / "data" / attempt))
         content = bytearray(file.read_bytes())
         content[chooser.randrange(len(content))] ^= chooser.randrange(1, 256)
         file.write_bytes(content)
@@ -203,12 +205,8 @@ class RunMachine(RuleBasedStateMachine):
         """Listed is what the model holds, and `latest` is the newest of it."""
         listed = committed(self.run)
         assert set(listed) == set(self.held)
-        latest = waypost.latest(self.run)
-        if self.held:
-            assert latest is not None
-            assert waypost.open(latest).step == max(self.held)
-        else:
-            assert latest is None
+        newest = snapshot_url(self.run, max(self.held)) if self.held else None
+        assert waypost.latest(self.run) == newest
 
     @invariant()
     def content_agrees(self) -> None:
@@ -265,4 +263,4 @@ def test_the_run_agrees_with_its_model(machine: Any) -> None:
 @pytest.mark.parametrize("machine", MACHINES, ids=["disk", "memory"])
 def test_the_run_agrees_with_its_model_for_long(machine: Any) -> None:
     """A long walk."""
-    run_state_machine_as_test(machine, settings=_settings(200, 40))
+    run_state_machine_as_test(machine, settings=_settings(100, 40))

@@ -12,7 +12,7 @@ from datetime import datetime
 from typing import Any
 
 from waypost import clock, limits
-from waypost.audit import opening
+from waypost.audit import opening, runrecord
 from waypost.errors import FormatError, NotFoundError, WaypostError
 from waypost.format import jsontext, names, values
 from waypost.format.documents import Manifest
@@ -37,6 +37,7 @@ class Record:
         parent_step: Step of the snapshot that it goes on from.
         problem: Why it cannot be used, or None for a committed snapshot.
         problem_code: The ``code`` of the error behind ``problem``.
+        is_superseded: Whether a later start went back to an earlier step and so gave it up.
         is_latest: Whether it is the newest committed one.
     """
 
@@ -53,6 +54,7 @@ class Record:
     parent_step: int | None = None
     problem: str | None = None
     problem_code: str | None = None
+    is_superseded: bool = False
     is_latest: bool = False
 
     @property
@@ -71,6 +73,15 @@ def scan(run: Location) -> list[Record]:
         for name in run.storage.list(run.path)
         if name.is_folder and (step := names.parse_step(name.name)) is not None
     ]
+    record_of_run = runrecord.find(run)
+    if record_of_run is not None and record_of_run.rollbacks:
+        found = [
+            replace(
+                record,
+                is_superseded=record_of_run.supersedes(record.incarnation, record.step),
+            )
+            for record in found
+        ]
     newest = latest_of(found)
     return [
         replace(record, is_latest=record is newest)
@@ -84,29 +95,24 @@ def latest_of(records: Iterable[Record]) -> Record | None:
 
 
 def committed(records: Iterable[Record]) -> list[Record]:
-    """Returns the committed records, newest first.
-
-    A later start of a run goes on from what it resumed, so its snapshots are newer than those of
-    earlier starts, whatever their steps. A snapshot that no run manager saved has no start; it is
-    ordered by its step among those of the latest start.
-    """
-    found = [record for record in records if record.is_committed]
-    latest_start = max((record.incarnation for record in found), default=0)
-
-    def order(record: Record) -> tuple[int, int, str]:
-        return record.incarnation or latest_start, record.step, record.name
-
-    return sorted(found, key=order, reverse=True)
+    """Returns the committed records, newest first; those that a roll-back gave up come last."""
+    return sorted(
+        (record for record in records if record.is_committed),
+        key=lambda record: (not record.is_superseded, record.step, record.name),
+        reverse=True,
+    )
 
 
 def candidates(records: Sequence[Record]) -> tuple[list[Record], list[Record]]:
     """Returns the records to try, newest first, and the damaged ones that are passed over.
 
+    What a roll-back gave up is not tried.
+
     Raises:
         FormatError: A newer Waypost, or somebody's hand, wrote a snapshot that is not understood;
             going on from an older one would fork the run unseen.
     """
-    usable = committed(records)
+    usable = [record for record in committed(records) if not record.is_superseded]
     passed = [record for record in records if record.problem is not None]
     highest = usable[0].step if usable else -1
     for record in passed:

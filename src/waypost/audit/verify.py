@@ -69,7 +69,7 @@ class Fraction:
             raise ValueError(f"fraction {self.part}/{self.parts}: expected 1/n to n/n")
 
     def takes(self, chunk: int) -> bool:
-        """Tells whether chunk number ``chunk`` of a file belongs to the part."""
+        """Tells whether a chunk, numbered through all files, belongs to the part."""
         return chunk % self.parts == self.part - 1
 
 
@@ -117,12 +117,15 @@ def verify(
     named = {documents.MANIFEST, manifest.structure.path}
     named.update(record.path for record in manifest.indexes)
     stored: dict[tuple[str, str], safetensors.Item] = {}
+    first_chunk = 0
     for index in opened.indexes:
         algorithm = digests.algorithm(index.algorithm)
         for file in index.files:
             path = opening.data_path(manifest, file)
             named.add(path)
-            check = _FileCheck(snapshot, path, file, algorithm, index.chunk_bytes)
+            chunks = documents.chunk_count(file, index.chunk_bytes)
+            check = _FileCheck(snapshot, path, file, algorithm, index.chunk_bytes, first_chunk)
+            first_chunk += chunks
             items = check.run(findings, fraction or Fraction(), deep=deep, advance=advance)
             stored.update({(file.entry, key): item for key, item in items.items()})
     if not findings.problems:
@@ -143,6 +146,7 @@ class _FileCheck:
     file: DataFile
     algorithm: digests.Algorithm
     chunk_bytes: int
+    first_chunk: int
 
     def run(
         self, findings: _Findings, fraction: Fraction, *, deep: bool, advance: Advance | None
@@ -175,7 +179,7 @@ class _FileCheck:
             view = buffer[: min(self.chunk_bytes, data_bytes - start)]
             if advance is not None:
                 advance(len(view))
-            if not fraction.takes(chunk):
+            if not fraction.takes(self.first_chunk + chunk):
                 continue
             got = opened.read(self.file.data_start + start, [view])
             findings.nbytes += got

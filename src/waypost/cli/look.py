@@ -70,7 +70,7 @@ def _row(record: Record) -> list[str]:
     created = record.created.strftime("%Y-%m-%d %H:%M:%S") if record.created else "-"
     metrics = " ".join(f"{k}={output.number_text(v)}" for k, v in record.metrics.items())
     size = output.size_text(record.nbytes) if record.is_committed else "-"
-    flags = "latest" if record.is_latest else ""
+    flags = "latest" if record.is_latest else "superseded" if record.is_superseded else ""
     if record.problem_code is not None:
         flags = "incomplete" if record.problem_code == "not-found" else "damaged"
     return [str(record.step), created, size, flags, metrics, record.reason or "-"]
@@ -80,6 +80,7 @@ def _facts(manifest: Manifest, url: str) -> dict[str, object]:
     return {
         "snapshot": url,
         "step": manifest.step,
+        "epoch": manifest.epoch,
         "created": manifest.created,
         "bytes": manifest.bytes,
         "reason": manifest.reason,

@@ -34,6 +34,7 @@ def resume_info(chosen: argparse.Namespace) -> int:
         raise NotFoundError(f"{run.url}: no such run; training would start at step 0 there")
     usable, damaged = catalog.candidates(records)
     skipped = [(record, record.problem or "") for record in records if not record.is_committed]
+    skipped += [(record, "given up by a roll-back") for record in records if record.is_superseded]
     taken = None
     for record in usable:
         report = audit.verify(run / record.name, deep=chosen.deep)
@@ -79,11 +80,10 @@ def _verify_one(location: Location, size: int, chosen: argparse.Namespace) -> Ve
 
 def _print_report(report: VerifyReport, *, quick: bool) -> None:
     if report.ok:
-        what = (
-            "documents, headers and sizes"
-            if quick
-            else (f"{output.size_text(report.nbytes)} in {report.chunks} chunks")
-        )
+        what = "documents, headers and sizes"
+        if not quick:
+            plural = "" if report.chunks == 1 else "s"
+            what = f"{output.size_text(report.nbytes)} in {report.chunks} chunk{plural}"
         print(f"ok       {report.url}: {what}")
     for problem in report.problems:
         print(f"{problem.kind:<8} {report.url}: {problem.message}")

@@ -103,6 +103,7 @@ def _plan_file(entry: str, name: str, items: list[Item], ties: Mapping[str, str]
         entries[paths.key_of(item.path)] = safetensors.Item(dtype, shape, *placed[item.path])
     metadata = {"format": "pt"}
     for leaf, base in ties.items():
-        if base in placed and paths.entry_of(leaf) == entry:
+        is_free = paths.key_of(leaf) not in metadata
+        if is_free and base in placed and paths.entry_of(leaf) == entry:
             metadata[paths.key_of(leaf)] = paths.key_of(base)
     return FilePlan(name, entry, safetensors.header(entries, metadata), tuple(pieces), position)

@@ -77,6 +77,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: int = 0
     reason: str | None = None
     parent: Parent | None = None
+    epoch: int | None = None
     metrics: Any = None
     metadata: Any = None
     environment: dict[str, str] = {}
@@ -198,10 +199,15 @@ def decode_index(data: bytes, name: str) -> Index:
         data_bytes = file.bytes - file.data_start
         if not 8 < file.data_start <= limits.HEADER_BYTES_MAX + 8 or not 0 <= data_bytes < 2**62:
             raise FormatError(f"{name}: {file.name}: sizes are out of bounds")
-        expected = -(-data_bytes // index.chunk_bytes) * algorithm.size_bytes
+        expected = chunk_count(file, index.chunk_bytes) * algorithm.size_bytes
         if len(chunk_digests(file)) != expected:
             raise FormatError(f"{name}: {file.name}: the number of chunk digests is wrong")
     return index
+
+
+def chunk_count(file: DataFile, chunk_bytes: int) -> int:
+    """Returns how many chunks the file's data has."""
+    return -(-(file.bytes - file.data_start) // chunk_bytes)
 
 
 def chunk_digests(file: DataFile) -> bytes:

@@ -82,7 +82,8 @@ def matcher(globs: Globs) -> Callable[[str], bool]:
 
     ``*`` and ``?`` stay within one segment, ``**`` crosses segments, ``[...]`` is a set. A glob
     without any of these also matches everything below what it names, so ``"model"`` means the whole
-    entry. No globs at all match nothing.
+    entry. A sign that stands for itself is written in brackets: ``[*]``, ``[?]``, ``[[]``. No globs
+    at all match nothing.
     """
     if globs is None:
         return lambda path: False

@@ -7,9 +7,10 @@ import os
 import signal
 from collections.abc import Collection, Mapping, MutableMapping
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from waypost.audit import catalog
+from waypost.audit.catalog import Record
 from waypost.clock import SYSTEM_CLOCK, Clock
 from waypost.comm import group_of
 from waypost.errors import (
@@ -19,7 +20,7 @@ from waypost.errors import (
     Preempted,
     WaypostError,
 )
-from waypost.format import documents, jsontext, names, values
+from waypost.format import documents, jsontext, names
 from waypost.manager import owner, prune
 from waypost.manager.keeping import Keeping, decide
 from waypost.manager.resume import Resume, Resumed
@@ -60,6 +61,7 @@ class Checkpointer:
         init_from: A snapshot whose modules are loaded on a fresh start: weights only, from step 0.
         save_on: Occasions for a save of their own: ``"end"`` of the ``with`` block, ``"signal"``
             (SIGTERM, SIGUSR1, SIGINT), ``"exception"`` that leaves the block.
+        metadata: Plain values that travel with every snapshot, such as the configuration.
         process_group: The ranks that train together; None for one process.
         options: See :class:`~waypost.Options`.
         clock: For durations; tests pass their own.
@@ -92,6 +94,7 @@ class Checkpointer:
         resume: Resume = "auto",
         init_from: Url | None = None,
         save_on: Collection[str] = _OCCASIONS,
+        metadata: object = None,
         process_group: object = None,
         options: Options | None = None,
         clock: Clock = SYSTEM_CLOCK,
@@ -103,6 +106,7 @@ class Checkpointer:
         self._save_every = save_every
         self._keep = keep
         self._save_on = frozenset(save_on)
+        self._metadata = metadata
         self._group = group_of(process_group)
         self._options = options
         self._settings = resolve_options(options)
@@ -122,6 +126,7 @@ class Checkpointer:
         try:
             records = catalog.scan(self._run)
             self._start(resume_run(self._run, records, state, resume, self._settings), init_from)
+            self._note_rollback(records)
             self._sweep()
         except BaseException:
             self._owner.release()
@@ -216,15 +221,16 @@ class Checkpointer:
             self._state,
             step=self._step,
             metrics=metrics if metrics is not None else self._metrics,
-            metadata={"epoch": self._epoch},
+            metadata=self._metadata,
             overwrite=self._may_replace(name),
             group=self._group,
             settings=self._settings,
             origin=Origin(
-                run=self._owner.run_id,
-                incarnation=self._owner.incarnation,
+                run=self._owner.record.run,
+                incarnation=self._owner.record.incarnation,
                 reason=reason,
                 parent=self._parent,
+                epoch=self._epoch,
             ),
             before_commit=self._owner.check,
         )
@@ -285,9 +291,7 @@ class Checkpointer:
         self._saved_step = self._step
         self._resumed_from = resumed.location.url
         self._parent = documents.Parent(step=manifest.step, attempt=manifest.attempt)
-        metadata: Any = values.decode_plain(manifest.metadata, "metadata")
-        if isinstance(metadata, dict) and type(metadata.get("epoch")) is int:
-            self._epoch = metadata["epoch"]
+        self._epoch = manifest.epoch or 0
         if resumed.location.storage is self._run.storage:
             self._protected[resumed.location.name] = "resumed from"
         if resumed.report.ignored:
@@ -297,6 +301,14 @@ class Checkpointer:
                 ", ".join(resumed.report.ignored),
             )
         _log.info("resumed from %s at step %d", self._resumed_from, self._step)
+
+    def _note_rollback(self, records: list[Record]) -> None:
+        """Records that later snapshots were passed over, so that no later start takes them."""
+        is_own = bool(self._protected)
+        if is_own and any(
+            record.step > self._step and not record.is_superseded for record in records
+        ):
+            self._owner.roll_back_to(self._step)
 
     def _initialise(self, url: Url) -> None:
         found = {name: value for name, value in self._state.items() if describe.is_module(value)}
@@ -341,7 +353,7 @@ class Checkpointer:
         found = next((one for one in catalog.scan(self._run) if one.name == name), None)
         if found is None or found.problem_code == "not-found":
             return False
-        if found.run not in (None, self._owner.run_id):
+        if found.run not in (None, self._owner.record.run):
             raise AlreadyExistsError(
                 f"{found.url} belongs to another run ({found.run}); it is not overwritten"
             )

@@ -10,17 +10,14 @@ import os
 import platform
 import secrets
 from dataclasses import dataclass
-from typing import Any
 
-from waypost import clock, limits
-from waypost.errors import (
-    AlreadyOwnedError,
-    FencedError,
-    FormatError,
-    NotFoundError,
-    WaypostError,
-)
-from waypost.format import jsontext, names
+import msgspec
+
+from waypost import clock
+from waypost.audit import runrecord
+from waypost.audit.runrecord import Owner, Rollback, RunRecord
+from waypost.errors import AlreadyOwnedError, FencedError, NotFoundError
+from waypost.format import names
 from waypost.storage import Location
 from waypost.storage.base import Lock
 
@@ -31,16 +28,15 @@ class Ownership:
 
     Attributes:
         run: Where.
-        run_id: The run's id, for ever the same.
-        incarnation: The number of this start, from 1.
+        record: What ``run.json`` says since this start.
         pid: The process that holds it.
     """
 
     run: Location
-    run_id: str
-    incarnation: int
+    record: RunRecord
     pid: int
     _lock: Lock
+    _durable: bool
 
     def check(self) -> None:
         """Makes sure that this process still owns the run.
@@ -50,20 +46,34 @@ class Ownership:
             NotFoundError: The run's folder was removed.
         """
         try:
-            found = _read(self.run)
+            found = runrecord.read(self.run)
         except NotFoundError as error:
             raise NotFoundError(f"{self.run.url}: the run's {names.RUN} is gone") from error
-        if found.get("incarnation") != self.incarnation or found.get("run") != self.run_id:
-            owner = found.get("owner", {})
+        if (found.run, found.incarnation) != (self.record.run, self.record.incarnation):
             raise FencedError(
-                f"{self.run.url}: start {found.get('incarnation')} of this run, process "
-                f"{owner.get('pid')} on {owner.get('host')}, has taken over; this is start "
-                f"{self.incarnation} and must not write any more"
+                f"{self.run.url}: start {found.incarnation} of this run, process "
+                f"{found.owner.pid} on {found.owner.host}, has taken over; this is start "
+                f"{self.record.incarnation} and must not write any more"
             )
+
+    def roll_back_to(self, step: int) -> None:
+        """Records that this start gave up the snapshots of earlier ones beyond ``step``."""
+        earlier = [rollback for rollback in self.record.rollbacks if rollback.step < step]
+        rollback = Rollback(incarnation=self.record.incarnation, step=step)
+        self.record = msgspec.structs.replace(self.record, rollbacks=[*earlier, rollback])
+        self._publish()
 
     def release(self) -> None:
         """Gives the run up, so that another process may start."""
         self._lock.release()
+
+    def _publish(self) -> None:
+        self.run.storage.publish(
+            (self.run / names.RUN).path,
+            runrecord.encode(self.record),
+            replace=True,
+            durable=self._durable,
+        )
 
 
 def acquire(run: Location, *, at_least: int, durable: bool) -> Ownership:
@@ -81,31 +91,20 @@ def acquire(run: Location, *, at_least: int, durable: bool) -> Ownership:
     storage.make_folder(run.path, durable=durable)
     lock = storage.lock((run / names.LOCK).path)
     if lock is None:
-        owner = (read_record(run) or {}).get("owner", {})
-        raise AlreadyOwnedError(
-            f"{run.url}: process {owner.get('pid')} on {owner.get('host')}, started "
-            f"{owner.get('started')}, writes to this run. Wait for it or stop it; two runs need "
-            f"two folders"
-        )
+        raise AlreadyOwnedError(_owned_text(run))
     try:
-        found = read_record(run) or {}
-        ownership = Ownership(run, found.get("run") or secrets.token_hex(8), 0, os.getpid(), lock)
-        ownership.incarnation = max(at_least, _number(found.get("incarnation"))) + 1
-        record: jsontext.Json = {
-            "run": ownership.run_id,
-            "incarnation": ownership.incarnation,
-            "owner": {
-                "host": platform.node(),
-                "pid": ownership.pid,
-                "started": clock.timestamp(clock.SYSTEM_CLOCK.now()),
-            },
-        }
-        storage.publish(
-            (run / names.RUN).path,
-            jsontext.dump_pretty(record) + b"\n",
-            replace=True,
-            durable=durable,
+        found = runrecord.find(run) or RunRecord(run=secrets.token_hex(8), incarnation=0)
+        record = msgspec.structs.replace(
+            found,
+            incarnation=max(at_least, found.incarnation) + 1,
+            owner=Owner(
+                host=platform.node(),
+                pid=os.getpid(),
+                started=clock.timestamp(clock.SYSTEM_CLOCK.now()),
+            ),
         )
+        ownership = Ownership(run, record, os.getpid(), lock, durable)
+        ownership._publish()
     except BaseException:
         lock.release()
         raise
@@ -114,7 +113,7 @@ def acquire(run: Location, *, at_least: int, durable: bool) -> Ownership:
 
 def is_owned(run: Location) -> bool:
     """Tells whether a live process owns a run; takes and gives back the lock to find out."""
-    if run.storage.size((run / names.LOCK).path) is None:
+    if run.storage.size((run / names.RUN).path) is None:
         return False
     lock = run.storage.lock((run / names.LOCK).path)
     if lock is None:
@@ -123,21 +122,15 @@ def is_owned(run: Location) -> bool:
     return False
 
 
-def read_record(run: Location) -> dict[str, Any] | None:
-    """Returns what ``run.json`` says, or None when it is missing or damaged."""
-    try:
-        return _read(run)
-    except WaypostError:
-        return None
-
-
-def _read(run: Location) -> dict[str, Any]:
-    data = run.storage.read((run / names.RUN).path, limits.POINTER_BYTES_MAX)
-    document = jsontext.parse(data, names.RUN, bytes_max=limits.POINTER_BYTES_MAX)
-    if not isinstance(document, dict) or not isinstance(document.get("owner", {}), dict):
-        raise FormatError(f"{(run / names.RUN).url}: not a record of a run")
-    return document
-
-
-def _number(value: object) -> int:
-    return value if type(value) is int and value >= 0 else 0
+def _owned_text(run: Location) -> str:
+    found = runrecord.find(run)
+    who = "a process"
+    if found is not None:
+        owner = found.owner
+        is_this = (owner.host, owner.pid) == (platform.node(), os.getpid())
+        who = f"process {owner.pid} on {owner.host}, started {owner.started},"
+        who = f"this process (start {found.incarnation})" if is_this else who
+    return (
+        f"{run.url}: {who} writes to this run. Wait for it, close it or stop it; two runs need two "
+        f"folders"
+    )

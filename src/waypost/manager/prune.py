@@ -32,12 +32,14 @@ class PruneReport:
     Attributes:
         removed: Snapshots, newest first, with reasons.
         kept: Snapshots, newest first, with reasons.
+        failed: Snapshots that should be removed and could not be; the log says why.
         debris: URLs of what failed saves left.
         dry_run: Nothing was touched.
     """
 
     removed: tuple[Decision, ...]
     kept: tuple[Decision, ...]
+    failed: tuple[Decision, ...]
     debris: tuple[str, ...]
     dry_run: bool
 
@@ -63,27 +65,33 @@ def prune(
         )
     decisions = decide(catalog.scan(run), keep, {})
     removed = tuple(decision for decision in decisions if not decision.keep)
-    if not dry_run:
-        remove_decided(run, removed)
+    failed = () if dry_run else remove_decided(run, removed)
     found = sweep(run, dry_run=dry_run) if debris else ()
     return PruneReport(
-        removed=removed,
+        removed=tuple(decision for decision in removed if decision not in failed),
+        failed=failed,
         kept=tuple(decision for decision in decisions if decision.keep),
         debris=found,
         dry_run=dry_run,
     )
 
 
-def remove_decided(run: Location, removed: tuple[Decision, ...]) -> None:
-    """Removes snapshots, one log line for each; a failure is a warning and stops nothing."""
+def remove_decided(run: Location, removed: tuple[Decision, ...]) -> tuple[Decision, ...]:
+    """Removes snapshots, one log line for each; returns those that could not be removed.
+
+    A failure is a warning and stops nothing.
+    """
+    failed: list[Decision] = []
     for decision in removed:
         snapshot = run / decision.record.name
         try:
             remove_snapshot(snapshot)
         except WaypostError as error:
             _log.warning("%s could not be removed and will be tried again: %s", snapshot.url, error)
+            failed.append(decision)
         else:
             _log.info("removed %s (%s)", snapshot.url, decision.reason)
+    return tuple(failed)
 
 
 def remove_snapshot(snapshot: Location) -> bool:

@@ -56,6 +56,11 @@ class Snapshot:
         return self._manifest.step
 
     @property
+    def epoch(self) -> int | None:
+        """Epochs done when it was saved, if a run manager counted them."""
+        return self._manifest.epoch
+
+    @property
     def attempt(self) -> str:
         """Id of the attempt that was committed."""
         return self._manifest.attempt

@@ -55,12 +55,21 @@ class CommitReceipt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """Where a snapshot of a run comes from."""
+    """Where a snapshot of a run comes from.
+
+    Attributes:
+        run: The run's id.
+        incarnation: The start of the run that saved it.
+        reason: Why it was saved.
+        parent: The snapshot that it goes on from.
+        epoch: Epochs done.
+    """
 
     run: str | None = None
     incarnation: int = 0
     reason: str | None = None
     parent: documents.Parent | None = None
+    epoch: int | None = None
 
 
 def save(
@@ -265,6 +274,7 @@ class _Attempt:
             incarnation=said.origin.incarnation,
             reason=said.origin.reason,
             parent=said.origin.parent,
+            epoch=said.origin.epoch,
             metrics=said.metrics,
             metadata=said.metadata,
             environment=facts.environment(),

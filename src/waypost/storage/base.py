@@ -157,7 +157,7 @@ class Storage(Protocol):
         ...
 
     def lock(self, path: str) -> Lock | None:
-        """Takes the lock file at ``path`` or returns None while another process holds it."""
+        """Takes the lock file at ``path`` or returns None while it is held, by whomever."""
         ...
 
 

@@ -48,18 +48,20 @@ class LocalStorage:
         return os.path.join(self._root, *path.split("/")) if path else self._root
 
     def make_folder(self, path: str, *, durable: bool) -> None:
-        """Makes the folder and its parents, syncing the parent of each that is new."""
+        """Makes the folder and its parents, and syncs the name of each from the root's on.
+
+        A folder that is there already may not be durable yet: whoever made it may have been killed.
+        """
         full = self.url(path)
-        missing: list[str] = []
-        while not os.path.isdir(full):
-            missing.append(full)
-            parent = os.path.dirname(full)
-            if parent == full:
-                break
-            full = parent
-        for folder in reversed(missing):
-            self._make_one(folder)
-            if durable:
+        chain = [full]
+        while not os.path.isdir(chain[-1]) and os.path.dirname(chain[-1]) != chain[-1]:
+            chain.append(os.path.dirname(chain[-1]))
+        while chain[-1] != self._root and chain[-1].startswith(self._root):
+            chain.append(os.path.dirname(chain[-1]))
+        for folder in reversed(chain):
+            if not os.path.isdir(folder):
+                self._make_one(folder)
+            if durable and os.path.dirname(folder) != folder:
                 self._sync_folder(os.path.dirname(folder))
 
     def _make_one(self, folder: str) -> None:

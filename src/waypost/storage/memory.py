@@ -114,8 +114,12 @@ class MemoryStorage:
         return None
 
     def lock(self, path: str) -> Lock | None:
-        """Takes the lock; within one process a new holder may take over, as with record locks."""
-        return MemoryLock()
+        """Takes the lock, unless it is held."""
+        with self._guard:
+            if path in self._locks:
+                return None
+            self._locks.add(path)
+        return MemoryLock(self._locks, path)
 
     def _check_new(self, path: str) -> None:
         folder = path.rpartition("/")[0]
@@ -126,10 +130,20 @@ class MemoryStorage:
 
 
 class MemoryLock:
-    """Always free: record locks are between processes, and memory is one process's."""
+    """A name in the storage's table of locks."""
+
+    def __init__(self, table: set[str], path: str) -> None:
+        self._table = table
+        self._path: str | None = path
+
+    def __del__(self) -> None:
+        self.release()
 
     def release(self) -> None:
-        """Does nothing."""
+        """Takes the name out of the table."""
+        if self._path is not None:
+            self._table.discard(self._path)
+            self._path = None
 
 
 class MemoryWriteFile:

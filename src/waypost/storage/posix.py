@@ -146,14 +146,25 @@ def free_bytes(path: str) -> int:
     return shutil.disk_usage(path).free  # pragma: no cover
 
 
+_held: set[tuple[int, ...]] = set()
+"""Files whose lock this process holds, by process, device and inode."""
+
+
 class RecordLock:
     """A POSIX record lock: one per process and file, gone when the process is gone."""
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, key: tuple[int, ...] = ()) -> None:
         self._descriptor = descriptor
+        self._key = key
+
+    def __del__(self) -> None:
+        self.release()
 
     def release(self) -> None:
-        """Gives the lock up."""
+        """Gives the lock up; in a forked child, which never had it, does nothing."""
+        if self._key and self._key[0] != os.getpid():
+            return
+        _held.discard(self._key)
         if self._descriptor >= 0:
             descriptor, self._descriptor = self._descriptor, -1
             with contextlib.suppress(OSError):
@@ -161,7 +172,14 @@ class RecordLock:
 
 
 def lock(path: str) -> RecordLock | None:
-    """Takes the lock on the file at ``path``; returns None while another process holds it."""
+    """Takes the lock on the file at ``path``; returns None while anybody holds it.
+
+    Closing any descriptor of a file gives up the process's record locks on it, so a lock that this
+    process holds is known from a table, and its file is not opened again.
+    """
+    key = _key_of(path)
+    if key in _held:
+        return None
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | _CLOSE_ON_EXEC | _NO_FOLLOW, 0o666)
     try:
         if fcntl is not None:
@@ -173,4 +191,15 @@ def lock(path: str) -> RecordLock | None:
         if error.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL):
             return RecordLock(-1)
         raise
-    return RecordLock(descriptor)
+    key = _key_of(path)
+    _held.add(key)
+    return RecordLock(descriptor, key)
+
+
+def _key_of(path: str) -> tuple[int, ...]:
+    """Returns what identifies a file within this process; empty when there is none."""
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return ()
+    return os.getpid(), found.st_dev, found.st_ino

@@ -75,3 +75,6 @@ LISTING_NAMES_MAX: Final = 1_000_000
 
 FOLDER_DEPTH_MAX: Final = 16
 """Levels of folders below a snapshot that are looked at; Waypost makes two."""
+
+ROLLBACKS_MAX: Final = 500
+"""Roll-backs that ``run.json`` remembers; retention has long removed what older ones gave up."""

@@ -12,9 +12,10 @@ from waypost.audit.catalog import Record
 from waypost.audit.leaves import LeafInfo, leaf_infos
 from waypost.audit.naming import locate
 from waypost.cli import NOT_FOUND, OK, output
-from waypost.errors import NotFoundError, UnsupportedError
+from waypost.errors import FormatError, NotFoundError, UnsupportedError
 from waypost.format import values
 from waypost.format.documents import Manifest
+from waypost.sizes import size_text
 from waypost.storage import resolve
 
 
@@ -69,7 +70,7 @@ def record_document(record: Record) -> dict[str, object]:
 def _row(record: Record) -> list[str]:
     created = record.created.strftime("%Y-%m-%d %H:%M:%S") if record.created else "-"
     metrics = " ".join(f"{k}={output.number_text(v)}" for k, v in record.metrics.items())
-    size = output.size_text(record.nbytes) if record.is_committed else "-"
+    size = size_text(record.nbytes) if record.is_committed else "-"
     flags = "latest" if record.is_latest else "superseded" if record.is_superseded else ""
     if record.problem_code is not None:
         flags = "incomplete" if record.problem_code == "not-found" else "damaged"
@@ -99,14 +100,14 @@ def _metadata(manifest: Manifest) -> object:
     """Returns the metadata, as it is stored where it needs a class that is not here."""
     try:
         found: object = values.decode_plain(manifest.metadata, "metadata")
-    except UnsupportedError:
+    except (FormatError, UnsupportedError):
         return manifest.metadata
     return found
 
 
 def _fact_text(name: str, value: object) -> str:
     if name == "bytes" and isinstance(value, int):
-        return f"{value} ({output.size_text(value)})"
+        return f"{value} ({size_text(value)})"
     if isinstance(value, dict):
         return ", ".join(f"{key}={item}" for key, item in value.items())
     return str(value)

@@ -14,17 +14,6 @@ from typing import Any
 
 from waypost.options import color_wanted
 
-_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
-
-
-def size_text(nbytes: int) -> str:
-    """Returns a number of bytes for people, in powers of ten."""
-    size, unit = float(nbytes), 0
-    while size >= 999.5 and unit + 1 < len(_UNITS):
-        size /= 1000
-        unit += 1
-    return f"{size:.3g} {_UNITS[unit]}"
-
 
 def number_text(value: float) -> str:
     """Returns a metric for people."""

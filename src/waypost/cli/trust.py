@@ -11,6 +11,7 @@ from waypost.audit.naming import is_snapshot, locate
 from waypost.audit.verify import Fraction, VerifyReport
 from waypost.cli import CHECK_FAILED, OK, look, output
 from waypost.errors import NotFoundError
+from waypost.sizes import size_text
 from waypost.storage import Location
 
 
@@ -83,7 +84,7 @@ def _print_report(report: VerifyReport, *, quick: bool) -> None:
         what = "documents, headers and sizes"
         if not quick:
             plural = "" if report.chunks == 1 else "s"
-            what = f"{output.size_text(report.nbytes)} in {report.chunks} chunk{plural}"
+            what = f"{size_text(report.nbytes)} in {report.chunks} chunk{plural}"
         print(f"ok       {report.url}: {what}")
     for problem in report.problems:
         print(f"{problem.kind:<8} {report.url}: {problem.message}")

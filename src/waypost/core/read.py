@@ -20,6 +20,9 @@ from waypost.errors import CorruptionError
 from waypost.format.digests import Algorithm
 from waypost.storage import ReadFile
 
+_CACHED_BYTES = 1 * limits.MIB
+"""Bytes read by one call: they are still in a core's cache when they are digested."""
+
 _DIRECT_BYTES_MIN = 64 * limits.KIB
 """Targets below this are filled from the worker's memory, so that calls stay large."""
 
@@ -151,21 +154,17 @@ class _Reader:
     def read(self, segment: _Segment) -> None:
         """Reads one segment, checks it, and hands it to its targets."""
         views, copies = self._layout(segment)
-        wanted = segment.stop - segment.start
         read = segment.read
-        got = read.file.read(read.data_start + segment.start, views)
-        self._counts.append(got)
-        if got != wanted:
-            raise CorruptionError(
-                f"{read.name}: ends {wanted - got} bytes early, at "
-                f"{read.data_start + segment.start + got}"
-                f"{_of_leaf(read.leaf_at(segment.start + got))}",
-                file=read.name,
-                leaf=read.leaf_at(segment.start + got),
-                offset=read.data_start + segment.start + got,
-            )
-        if read.chunks:
-            _check(segment, views)
+        position = segment.start
+        for parts in chunks_of(views, _call_bytes(read.chunk_bytes)):
+            length = sum(map(len, parts))
+            got = read.file.read(read.data_start + position, parts)
+            self._counts.append(got)
+            if got != length:
+                raise _cut_off(read, position + got, length - got)
+            if read.chunks:
+                _check(read, position, parts)
+            position += length
         for out, data in copies:
             out[:] = data
         for target, start, stop in segment.parts:
@@ -206,10 +205,25 @@ def _overlap(parts: Sequence[tuple[_Open, int, int]]) -> bool:
     return any(later[1] < earlier[2] for earlier, later in itertools.pairwise(parts))
 
 
-def _check(segment: _Segment, views: Sequence[memoryview]) -> None:
-    read = segment.read
+def _call_bytes(chunk_bytes: int) -> int:
+    """Returns the bytes of one call: whole chunks, few enough to be digested from the cache."""
+    return max(1, _CACHED_BYTES // chunk_bytes) * chunk_bytes
+
+
+def _cut_off(read: FileRead, position: int, lacking: int) -> CorruptionError:
+    leaf = read.leaf_at(position)
+    offset = read.data_start + position
+    return CorruptionError(
+        f"{read.name}: ends {lacking} bytes early, at {offset}{_of_leaf(leaf)}",
+        file=read.name,
+        leaf=leaf,
+        offset=offset,
+    )
+
+
+def _check(read: FileRead, position: int, views: Sequence[memoryview]) -> None:
     size = read.algorithm.size_bytes
-    chunk = segment.start // read.chunk_bytes
+    chunk = position // read.chunk_bytes
     for parts in chunks_of(views, read.chunk_bytes):
         actual = (
             read.algorithm.one_shot(parts[0]) if len(parts) == 1 else read.algorithm.over(parts)

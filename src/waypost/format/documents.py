@@ -233,7 +233,10 @@ def _algorithm_of(tail: bytes, body: bytes, name: str) -> digests.Algorithm:
     known, _, hexadecimal = text.partition(":")
     default = digests.algorithm("xxh3-128")
     if _ALGORITHM.fullmatch(known) and default.one_shot(body).hex() != hexadecimal:
-        algorithm = digests.algorithm(known)
+        try:
+            algorithm = digests.algorithm(known)
+        except FormatError as error:
+            raise FormatError(f"{name}: {error}") from error
         if len(hexadecimal) == 2 * algorithm.size_bytes:
             return algorithm
     elif known == default.name:

@@ -14,7 +14,7 @@ TENSOR: Final = "$tensor"
 ARRAY: Final = "$ndarray"
 
 _PAIRS: Final = {"$dict": 0, "$odict": 0, "$counter": 0, "$defaultdict": 1}
-_ITEMS: Final = {"$tuple": 0, "$deque": 1}
+_ITEMS: Final = {"$tuple": 0, "$slice": 0, "$deque": 1}
 _NAMED: Final = ("$namedtuple", "$dataclass")
 
 

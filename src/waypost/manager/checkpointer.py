@@ -29,6 +29,7 @@ from waypost.manager.signals import SignalWatch
 from waypost.manager.timing import Moment, Trigger
 from waypost.options import Options
 from waypost.options import resolve as resolve_options
+from waypost.sizes import size_text
 from waypost.snapshot.load import load
 from waypost.snapshot.save import CommitReceipt, Origin, save_at
 from waypost.state import describe
@@ -113,6 +114,8 @@ class Checkpointer:
         self._clock = clock
         self._step = 0
         self._epoch = 0
+        self._resumed_step = 0
+        self._is_rollback_due = False
         self._saved_step: int | None = None
         self._parent: documents.Parent | None = None
         self._protected: dict[str, str] = {}
@@ -126,7 +129,7 @@ class Checkpointer:
         try:
             records = catalog.scan(self._run)
             self._start(resume_run(self._run, records, state, resume, self._settings), init_from)
-            self._note_rollback(records)
+            self._note_rollback(records, is_asked=resume not in ("auto", "must"))
             self._sweep()
         except BaseException:
             self._owner.release()
@@ -232,7 +235,7 @@ class Checkpointer:
                 parent=self._parent,
                 epoch=self._epoch,
             ),
-            before_commit=self._owner.check,
+            before_commit=self._before_commit,
         )
         self._saved_step = self._step
         self._saved_at_s = self._clock.monotonic()
@@ -287,7 +290,7 @@ class Checkpointer:
             _log.info("%s: no snapshot to resume from, starting at step 0", self._run.url)
             return
         manifest = contents.documents.manifest
-        self._step = manifest.step or 0
+        self._step = self._resumed_step = manifest.step or 0
         self._saved_step = self._step
         self._resumed_from = resumed.location.url
         self._parent = documents.Parent(step=manifest.step, attempt=manifest.attempt)
@@ -302,13 +305,25 @@ class Checkpointer:
             )
         _log.info("resumed from %s at step %d", self._resumed_from, self._step)
 
-    def _note_rollback(self, records: list[Record]) -> None:
-        """Records that later snapshots were passed over, so that no later start takes them."""
+    def _note_rollback(self, records: list[Record], *, is_asked: bool) -> None:
+        """Notes that later snapshots were passed over, so that no later start takes them.
+
+        A roll-back that was asked for holds at once. One that came of falling back holds from the
+        first commit on: until then the passed-over snapshot may turn out to be readable after all.
+        """
         is_own = bool(self._protected)
-        if is_own and any(
-            record.step > self._step and not record.is_superseded for record in records
-        ):
-            self._owner.roll_back_to(self._step)
+        self._is_rollback_due = is_own and any(
+            record.is_committed and not record.is_superseded and record.step > self._step
+            for record in records
+        )
+        if is_asked:
+            self._before_commit()
+
+    def _before_commit(self) -> None:
+        self._owner.check()
+        if self._is_rollback_due:
+            self._owner.roll_back_to(self._resumed_step)
+            self._is_rollback_due = False
 
     def _initialise(self, url: Url) -> None:
         found = {name: value for name, value in self._state.items() if describe.is_module(value)}
@@ -404,16 +419,6 @@ class Checkpointer:
                 f"{self._run.url}: this Checkpointer belongs to process {self._owner.pid}; a "
                 f"forked process must not save with it"
             )
-
-
-def size_text(nbytes: int) -> str:
-    """Returns a number of bytes for people, in powers of ten."""
-    size = float(nbytes)
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 999.5:
-            return f"{nbytes} B" if unit == "B" else f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} TB"
 
 
 def _is_from_training(error: BaseException) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from waypost import clock
+from waypost import clock, limits
 from waypost.audit import runrecord
 from waypost.audit.runrecord import Owner, Rollback, RunRecord
 from waypost.errors import AlreadyOwnedError, FencedError, NotFoundError
@@ -59,6 +59,7 @@ class Ownership:
     def roll_back_to(self, step: int) -> None:
         """Records that this start gave up the snapshots of earlier ones beyond ``step``."""
         earlier = [rollback for rollback in self.record.rollbacks if rollback.step < step]
+        earlier = earlier[-limits.ROLLBACKS_MAX :]
         rollback = Rollback(incarnation=self.record.incarnation, step=step)
         self.record = msgspec.structs.replace(self.record, rollbacks=[*earlier, rollback])
         self._publish()

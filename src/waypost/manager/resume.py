@@ -8,8 +8,10 @@ would only hide a change of the code.
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
+from typing import SupportsIndex
 
 from waypost.audit import catalog, naming
 from waypost.audit.catalog import Record
@@ -28,7 +30,7 @@ from waypost.storage import Location
 
 _log = logging.getLogger("waypost")
 
-Resume = str | int | bool
+Resume = str | SupportsIndex
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,17 +72,25 @@ def resume(
         return Resumed()
     if wanted in ("auto", "must"):
         return _newest_usable(run, records, state, settings, must=wanted == "must")
-    if wanted is True or not isinstance(wanted, (str, int)):
-        raise ValueError(
-            f"resume must be 'auto', 'must', 'latest', False, a step or a URL, not {wanted!r:.80}"
-        )
-    if isinstance(wanted, int):
-        location = naming.step_in(run, wanted)
+    if not isinstance(wanted, str):
+        location = naming.step_in(run, _step(wanted))
     elif wanted == "latest":
         location = naming.latest_in(run)
     else:
         location = naming.locate(wanted)
     return _load(location, state, settings)
+
+
+def _step(wanted: SupportsIndex) -> int:
+    """Returns the step that ``resume`` gives as any kind of integer."""
+    try:
+        if isinstance(wanted, bool):
+            raise TypeError
+        return operator.index(wanted)
+    except TypeError:
+        raise ValueError(
+            f"resume must be 'auto', 'must', 'latest', False, a step or a URL, not {wanted!r:.80}"
+        ) from None
 
 
 def _newest_usable(

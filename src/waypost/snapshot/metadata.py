@@ -7,6 +7,7 @@ import os
 import platform
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from waypost import limits
 from waypost.format import values
 from waypost.format.jsontext import Json
 from waypost.options import software
+from waypost.state.extensions import small_node, small_value
 
 
 def check_step(step: object) -> int | None:
@@ -74,7 +76,17 @@ def encode_metadata(metadata: object) -> Json:
     Raises:
         UnsupportedError: It is not made of plain values.
     """
-    return values.Encoder(lambda value, path: None).node(metadata, "metadata")
+    return values.Encoder(small_node).node(metadata, "metadata")
+
+
+def decode_metadata(node: Json) -> object:
+    """Returns the metadata of a node."""
+
+    def restore(tag: str, payload: Json, path: str) -> Any:
+        return small_value(tag, payload)
+
+    found: object = values.Decoder(restore).value(node, "metadata")
+    return found
 
 
 def environment() -> dict[str, str]:

@@ -21,6 +21,7 @@ from waypost.options import Options, Settings
 from waypost.options import resolve as resolve_options
 from waypost.snapshot.contents import Contents, open_contents
 from waypost.snapshot.load import check_pickle
+from waypost.snapshot.metadata import decode_metadata
 from waypost.state import boxes, modules
 from waypost.state.memory import FreshTarget, as_plain
 from waypost.state.restore import Restorer
@@ -89,8 +90,7 @@ class Snapshot:
     @property
     def metadata(self) -> object:
         """Metadata given at save."""
-        found: object = values.decode_plain(self._manifest.metadata, "metadata")
-        return found
+        return decode_metadata(self._manifest.metadata)
 
     @property
     def environment(self) -> dict[str, str]:

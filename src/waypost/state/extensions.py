@@ -15,7 +15,7 @@ import torch
 
 from waypost.errors import UnsupportedError
 from waypost.format.jsontext import Json
-from waypost.format.tensornodes import TAG, described, pieces
+from waypost.format.tensornodes import TAG
 from waypost.state.tensors import TensorDecoder, TensorEncoder
 
 ARRAY: Final = "$ndarray"
@@ -60,17 +60,9 @@ class ExtensionEncoder:
             return self._tensors.node(value, path)
         if type(value) is np.ndarray:
             return {ARRAY: self._array(value, path)}
-        if isinstance(value, np.generic):
-            return {"$numpy": _scalar(value, path)}
         if isinstance(value, (torch.Generator, *_RANDOM)):
             return {GENERATOR: [_generator_name(value), self._value(generator_state(value), path)]}
-        encode = _ENCODERS.get(type(value))
-        if encode is not None:
-            tag, text = encode
-            return {tag: text(value)}
-        if isinstance(value, np.dtype):
-            return {"$numpy_dtype": _dtype_node(value, path)}
-        return None
+        return small_node(value, path)
 
     def _array(self, array: np.ndarray[Any, Any], path: str) -> Json:
         order = "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
@@ -111,7 +103,7 @@ class ExtensionDecoder:
         if tag == GENERATOR:
             name, state = payload
             return set_generator(_new_generator(name), self._value(state, path))
-        return _DECODERS[tag](payload)
+        return small_value(tag, payload)
 
     def _array(self, payload: Any, path: str) -> np.ndarray[Any, Any]:
         array = self._tensors.tensor(payload["tensor"][TAG], path).numpy()
@@ -120,11 +112,26 @@ class ExtensionDecoder:
         return array.T if payload["order"] == "F" else array
 
 
-def stored_pieces(tag: str, payload: Any, path: str) -> list[tuple[str, int]]:
-    """Returns path and size in bytes of each piece that a tensor or array node is stored in."""
-    node = payload if tag == TAG else payload["tensor"][TAG]
-    described(node, path)
-    return [(piece, kind.nbytes) for piece, kind in pieces(node, path)]
+def small_node(value: object, path: str) -> Json | None:
+    """Returns the node of a value of torch or numpy that needs no bytes of its own, or None."""
+    if isinstance(value, np.generic):
+        return {"$numpy": _scalar(value, path)}
+    encode = _ENCODERS.get(type(value))
+    if encode is not None:
+        tag, text = encode
+        return {tag: text(value)}
+    if isinstance(value, np.dtype):
+        return {"$numpy_dtype": _dtype_node(value, path)}
+    return None
+
+
+def small_value(tag: str, payload: Any) -> Any:
+    """Returns what :func:`small_node` described.
+
+    Raises:
+        LookupError: The tag is not one of its own.
+    """
+    return _DECODERS[tag](payload)
 
 
 def generator_state(generator: Any) -> Any:
@@ -189,31 +196,35 @@ def _tensor_of(array: np.ndarray[Any, Any]) -> torch.Tensor:
 
 
 def _dtype_node(dtype: np.dtype[Any], path: str) -> Json:
-    if dtype.hasobject or dtype.metadata:
+    if dtype.hasobject:
         raise UnsupportedError(
             f"{path}: numpy data of dtype {dtype} holds Python objects; convert it first", path=path
         )
-    described_ = np.lib.format.dtype_to_descr(dtype)
-    if isinstance(described_, str):
-        return described_
-    return [_field_node(field) for field in described_]
+    node = _described(np.lib.format.dtype_to_descr(dtype))
+    if repr(_dtype(node)) != repr(dtype) or dtype.metadata:
+        raise UnsupportedError(
+            f"{path}: the numpy dtype {dtype!r} cannot be described exactly", path=path
+        )
+    return node
 
 
-def _field_node(field: Any) -> Json:
-    name, kind, *shape = field
-    nested = kind if isinstance(kind, str) else [_field_node(inner) for inner in kind]
-    return [name, nested, *(list(size) for size in shape)]
+def _described(description: Any) -> Json:
+    """Returns numpy's own description of a dtype, with lists instead of tuples."""
+    if isinstance(description, (list, tuple)):
+        return [_described(part) for part in description]
+    return description  # type: ignore[no-any-return]  # text or a number
 
 
 def _dtype(node: Any) -> np.dtype[Any]:
     if isinstance(node, str):
         return np.dtype(node)
-    return np.dtype([_field(field) for field in node])
+    return np.lib.format.descr_to_dtype([_field(field) for field in node])
 
 
 def _field(node: Any) -> Any:
     name, kind, *shape = node
-    return (name, _dtype(kind), *(tuple(size) for size in shape))
+    inner = kind if isinstance(kind, str) else [_field(field) for field in kind]
+    return (name, inner, *(tuple(size) for size in shape))
 
 
 def _scalar(value: np.generic, path: str) -> Json:
@@ -222,8 +233,10 @@ def _scalar(value: np.generic, path: str) -> Json:
 
 
 def _from_scalar(payload: Any) -> Any:
-    dtype, data = payload
-    return np.frombuffer(base64.b64decode(data, validate=True), _dtype(dtype))[0]
+    dtype, data = _dtype(payload[0]), base64.b64decode(payload[1], validate=True)
+    if len(data) != dtype.itemsize:
+        raise ValueError(f"{len(data)} bytes for a numpy {dtype}")
+    return np.frombuffer(data, dtype)[0] if data else np.zeros((), dtype)[()]
 
 
 def _torch_name(value: Any) -> str:

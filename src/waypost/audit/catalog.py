@@ -6,6 +6,7 @@ left by a save that failed; it is reported where it looks like a snapshot, and n
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -13,7 +14,7 @@ from typing import Any
 
 from waypost import clock, limits
 from waypost.audit import opening, runrecord
-from waypost.errors import FormatError, NotFoundError, WaypostError
+from waypost.errors import FormatError, NotFoundError, StorageError, WaypostError
 from waypost.format import jsontext, names, values
 from waypost.format.documents import Manifest
 from waypost.storage import Location
@@ -37,6 +38,7 @@ class Record:
         parent_step: Step of the snapshot that it goes on from.
         problem: Why it cannot be used, or None for a committed snapshot.
         problem_code: The ``code`` of the error behind ``problem``.
+        problem_number: The system's error number behind ``problem``, if there is one.
         is_superseded: Whether a later start went back to an earlier step and so gave it up.
         is_latest: Whether it is the newest committed one.
     """
@@ -54,6 +56,7 @@ class Record:
     parent_step: int | None = None
     problem: str | None = None
     problem_code: str | None = None
+    problem_number: int | None = None
     is_superseded: bool = False
     is_latest: bool = False
 
@@ -111,14 +114,30 @@ def candidates(records: Sequence[Record]) -> tuple[list[Record], list[Record]]:
     Raises:
         FormatError: A newer Waypost, or somebody's hand, wrote a snapshot that is not understood;
             going on from an older one would fork the run unseen.
+        StorageError: A newer snapshot cannot be read at the moment.
     """
     usable = [record for record in committed(records) if not record.is_superseded]
     passed = [record for record in records if record.problem is not None]
     highest = usable[0].step if usable else -1
     for record in passed:
-        if record.problem_code == "format" and record.step > highest:
+        if record.step > highest and record.problem_code == FormatError.code:
             raise FormatError(record.problem)
-    return usable, [record for record in passed if record.problem_code != "not-found"]
+        if record.step > highest and record.problem_code == StorageError.code:
+            raise StorageError(
+                f"{record.problem}. If the snapshot is lost for good, remove {record.url}, and "
+                f"training goes on from the one before it",
+                number=record.problem_number or errno.EIO,
+                path=record.url,
+            )
+    return usable, [record for record in passed if record.problem_code != NotFoundError.code]
+
+
+def record_of(run: Location, name: str) -> Record | None:
+    """Returns the record of one snapshot of a run by its folder's name, or None."""
+    step = names.parse_step(name)
+    if step is None or not run.storage.list((run / name).path):
+        return None
+    return _record(run / name, name, step)
 
 
 def pointer(run: Location) -> str | None:
@@ -133,6 +152,7 @@ def pointer(run: Location) -> str | None:
 
 
 def _record(location: Location, name: str, step: int) -> Record:
+    number = None
     try:
         manifest = opening.read_manifest(location)
         if manifest.step != step:
@@ -143,9 +163,15 @@ def _record(location: Location, name: str, step: int) -> Record:
     except NotFoundError as error:
         problem, code = "incomplete: no manifest; a save failed, or is still going on", error.code
     except WaypostError as error:
-        problem, code = str(error), error.code
+        problem, code, number = str(error), error.code, getattr(error, "errno", None)
     return Record(
-        name=name, url=location.url, step=step, metrics={}, problem=problem, problem_code=code
+        name=name,
+        url=location.url,
+        step=step,
+        metrics={},
+        problem=problem,
+        problem_code=code,
+        problem_number=number,
     )
 
 

@@ -54,7 +54,7 @@ def show(chosen: argparse.Namespace) -> int:
         return OK
     for name, value in facts.items():
         if value not in (None, {}, ""):
-            print(f"{name:<12} {_fact_text(name, value)}")
+            print(f"{name:<12} {output.clean(_fact_text(name, output.plain(value)))}")
     print()
     _print_leaves(leaves, stats)
     return OK

@@ -14,6 +14,9 @@ from typing import Any
 
 from waypost.options import color_wanted
 
+_INTEGER_BITS_MAX = 4096
+"""Longer integers are printed in base 16: python refuses to print them in base 10."""
+
 
 def number_text(value: float) -> str:
     """Returns a metric for people."""
@@ -22,7 +25,7 @@ def number_text(value: float) -> str:
 
 def print_json(document: object) -> None:
     """Prints a document; numbers that JSON lacks become strings."""
-    json.dump(_plain(document), sys.stdout, ensure_ascii=False, indent=1)
+    json.dump(plain(document), sys.stdout, indent=1)
     print()
 
 
@@ -38,6 +41,7 @@ def print_table(
     """
     if color_wanted(sys.stdout.isatty()) and _rich_table(headings, rows, styles):
         return
+    rows = [[clean(cell) for cell in row] for row in rows]
     names = [heading.lstrip(">") for heading in headings]
     widths = [max(len(row[column]) for row in [names, *rows]) for column in range(len(headings))]
     for row in [names, *rows]:
@@ -82,6 +86,7 @@ def _rich_table(
         from rich.table import Table
     except ImportError:
         return False
+    rows = [[clean(cell) for cell in row] for row in rows]
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in headings:
         table.add_column(
@@ -96,11 +101,19 @@ def _rich_table(
     return True
 
 
-def _plain(value: Any) -> Any:
+def clean(text: str) -> str:
+    """Returns text without control characters, which a terminal would obey."""
+    return "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in text)
+
+
+def plain(value: Any) -> Any:
+    """Returns a value as JSON can hold it; what JSON lacks becomes text."""
+    if type(value) is int and value.bit_length() > _INTEGER_BITS_MAX:
+        return hex(value)
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
     if value is None or isinstance(value, (bool, int, float, str)):

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from waypost.errors import CommitUnknownError, NotFoundError, StorageError, WaypostError
+from waypost import limits
+from waypost.errors import (
+    CommitUnknownError,
+    CorruptionError,
+    FormatError,
+    NotFoundError,
+    StorageError,
+    WaypostError,
+)
 from waypost.format import documents, names
 from waypost.format.digests import Algorithm
 from waypost.storage import Location
@@ -92,3 +100,41 @@ def discard_attempt(snapshot: Location, attempt: str) -> None:
     remove_tree(snapshot / names.DATA / attempt)
     if snapshot.storage.remove_folder((snapshot / names.DATA).path) and snapshot.path:
         snapshot.storage.remove_folder(snapshot.path)
+
+
+def sweep_attempts(snapshot: Location, *, dry_run: bool = False) -> list[str]:
+    """Removes the folders of attempts that failed or were replaced; returns their URLs.
+
+    An attempt holds the lock of its folder until it is committed or given up, so one that is still
+    going on is left alone, whoever makes it.
+    """
+    data = snapshot / names.DATA
+    found: list[str] = []
+    for name in snapshot.storage.list(data.path):
+        if not name.is_folder or not names.ATTEMPT.fullmatch(name.name):
+            continue
+        folder = data / name.name
+        if committed_attempt(snapshot) == name.name:
+            continue
+        lock = None if dry_run else snapshot.storage.lock(folder.path)
+        if lock is None and not dry_run:
+            continue
+        try:
+            if committed_attempt(snapshot) != name.name:
+                found.append(folder.url)
+                if not dry_run:
+                    remove_tree(folder)
+        finally:
+            if lock is not None:
+                lock.release()
+    return found
+
+
+def committed_attempt(snapshot: Location) -> str | None:
+    """Returns the attempt that the manifest names, or None when there is no valid manifest."""
+    path = (snapshot / documents.MANIFEST).path
+    try:
+        data = snapshot.storage.read(path, limits.MANIFEST_BYTES_MAX)
+        return documents.decode_manifest(data, snapshot.url).attempt
+    except (NotFoundError, CorruptionError, FormatError):
+        return None

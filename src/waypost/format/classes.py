@@ -187,6 +187,39 @@ def make_dataclass(name: object, fields: Mapping[str, Any], path: str) -> Any:
     return made
 
 
+def check_tree(node: Any, path: str) -> None:
+    """Makes sure that every class that a tree names is here, with the fields that it had.
+
+    Raises:
+        UnsupportedError: One is not; names it.
+    """
+    if isinstance(node, list):
+        for item in node:
+            check_tree(item, path)
+    elif isinstance(node, dict):
+        for tag, payload in node.items():
+            if tag in _CLASS_TAGS and len(node) == 1:
+                _check_class(tag, payload, path)
+            check_tree(payload, path)
+
+
+_CLASS_TAGS = ("$enum", "$namedtuple", "$dataclass", "$registered")
+
+
+def _check_class(tag: str, payload: Any, path: str) -> None:
+    if not isinstance(payload, list) or len(payload) != 2:
+        raise FormatError(f"{path}: bad value node {tag}")
+    name, members = payload
+    if tag == "$registered":
+        by_registered_name(name, path)
+        return
+    cls = find(name, path)
+    if tag == "$namedtuple" and isinstance(members, dict):
+        _check_fields(name, set(getattr(cls, "_fields", ())), set(members), path)
+    if tag == "$dataclass" and isinstance(members, dict) and dataclasses.is_dataclass(cls):
+        _check_fields(name, {field.name for field in dataclasses.fields(cls)}, set(members), path)
+
+
 def _check_fields(name: object, expected: set[str], actual: set[str], path: str) -> None:
     if not actual <= expected or expected - actual:
         raise UnsupportedError(

@@ -17,6 +17,8 @@ RUN: Final = "run.json"
 LOCK: Final = ".lock"
 DATA: Final = "data"
 STRUCTURE: Final = "structure.json"
+ATTEMPT: Final = re.compile(r"a[0-9a-f]{16}")
+"""The form of an attempt's id, which is the name of its folder."""
 
 _STEP = re.compile(r"step-(\d{1,19})")
 _STEM = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")

@@ -88,8 +88,15 @@ def matcher(globs: Globs) -> Callable[[str], bool]:
     if globs is None:
         return lambda path: False
     patterns = [globs] if isinstance(globs, str) else list(globs)
-    compiled = [re.compile(_translate(pattern)) for pattern in patterns]
+    compiled = [_compile(pattern) for pattern in patterns]
     return lambda path: any(regex.fullmatch(path) for regex in compiled)
+
+
+def _compile(glob: str) -> re.Pattern[str]:
+    try:
+        return re.compile(_translate(re.sub(r"(\*\*/)+", "**/", glob)))
+    except re.error as error:
+        raise ValueError(f"not a pattern of leaf paths: {glob!r}: {error}") from error
 
 
 def _translate(glob: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from waypost.errors import FormatError
@@ -20,11 +20,15 @@ _NAMED: Final = ("$namedtuple", "$dataclass")
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A leaf of a tree: a tensor or array with its payload, or a value."""
+    """A leaf of a tree: a tensor or array with its payload, or a value.
+
+    ``is_inner`` tells that it belongs to the state of an object, such as a random generator.
+    """
 
     path: str
     tag: str
     payload: Any
+    is_inner: bool = False
 
     @property
     def node(self) -> Json:
@@ -124,7 +128,8 @@ def _one(node: Json, path: str) -> Iterator[Leaf]:
     tag = next(iter(node))
     payload: Any = node[tag]
     if tag in ("$generator", "$registered"):
-        yield from _leaves(payload[1], path)
+        for leaf in _leaves(payload[1], path):
+            yield replace(leaf, is_inner=True)
     else:
         yield Leaf(path, tag, payload)
 

@@ -42,6 +42,19 @@ FACTORIES: Final[dict[str, Callable[[], Any]]] = {
 }
 """What a ``defaultdict`` may have as its factory."""
 
+_BAD_NODE: Final = (
+    TypeError,
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    AttributeError,
+    RuntimeError,
+    OSError,
+    SyntaxError,
+    struct.error,
+)
+"""What putting a value together may raise when the node is not one that an encoder wrote."""
+
 _ATOMS: Final = frozenset({type(None), bool, str})
 
 
@@ -182,7 +195,7 @@ class Decoder:
             return dict(self.pairs(node, path))
         try:
             return self._tagged(tag, node[tag], path)
-        except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
+        except _BAD_NODE as error:
             if isinstance(error, (FormatError, UnsupportedError)):
                 raise
             raise FormatError(f"{path}: bad value node {tag}: {error}") from error

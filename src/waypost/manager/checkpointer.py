@@ -31,6 +31,7 @@ from waypost.options import Options
 from waypost.options import resolve as resolve_options
 from waypost.sizes import size_text
 from waypost.snapshot.load import load
+from waypost.snapshot.metadata import encode_metrics
 from waypost.snapshot.save import CommitReceipt, Origin, save_at
 from waypost.state import describe
 from waypost.state.progress import Progress
@@ -114,14 +115,15 @@ class Checkpointer:
         self._clock = clock
         self._step = 0
         self._epoch = 0
-        self._resumed_step = 0
+        self._rollback_to = -1
         self._is_rollback_due = False
-        self._saved_step: int | None = None
+        self._saved: tuple[int, int] | None = None
         self._parent: documents.Parent | None = None
         self._protected: dict[str, str] = {}
         self._resumed_from: str | None = None
         self._metrics: Mapping[str, object] | None = None
         self._is_closed = False
+        self._knows_signal = False
         self._signals: SignalWatch | None = None
         records = catalog.scan(self._run)
         incarnation = max((record.incarnation for record in records), default=0)
@@ -161,12 +163,14 @@ class Checkpointer:
     @property
     def last_saved(self) -> int | None:
         """Step of the newest snapshot that this object has loaded or committed, or None."""
-        return self._saved_step
+        return None if self._saved is None else self._saved[0]
 
     @property
     def should_stop(self) -> bool:
         """Whether a signal has asked the job to stop; look at it in long evaluations."""
-        return self._signals is not None and self._signals.received is not None
+        is_asked = self._signals is not None and self._signals.received is not None
+        self._knows_signal = self._knows_signal or is_asked
+        return is_asked
 
     def step_done(self, metrics: Mapping[str, object] | None = None) -> None:
         """Counts one optimizer step; saves and prunes when that is due.
@@ -176,10 +180,12 @@ class Checkpointer:
 
         Raises:
             Preempted: A signal had arrived; the state is saved.
+            ValueError: A metric is not one number.
             StorageError: The save failed; earlier snapshots are there.
             FencedError: A later start of the run has taken over.
         """
         self._check_usable()
+        encode_metrics(metrics)
         self._step += 1
         self._metrics = metrics
         for value in self._state.values():
@@ -199,6 +205,7 @@ class Checkpointer:
             Preempted, StorageError, FencedError: As :meth:`step_done`.
         """
         self._check_usable()
+        encode_metrics(metrics)
         self._epoch += 1
         self._metrics = metrics if metrics is not None else self._metrics
         moment = Moment(step=self._step, epoch=self._epoch, since_save_s=self._since_save())
@@ -237,10 +244,10 @@ class Checkpointer:
             ),
             before_commit=self._before_commit,
         )
-        self._saved_step = self._step
+        self._saved = (self._step, self._epoch)
         self._saved_at_s = self._clock.monotonic()
         self._parent = documents.Parent(step=self._step, attempt=receipt.attempt)
-        self._protected.clear()
+        self._protected = {name: "just saved"}
         _log.info(
             "step %d -> %s, %s in %.2f s (%s)",
             self._step,
@@ -275,8 +282,10 @@ class Checkpointer:
             return
         try:
             if error is None:
-                if "end" in self._save_on and self._saved_step != self._step:
+                if "end" in self._save_on and not self._is_saved:
                     self.save(reason="end")
+                if not self._knows_signal:
+                    self._stop_if_asked()
             elif "exception" in self._save_on and _is_from_training(error):
                 self._save_for(error)
         finally:
@@ -290,12 +299,12 @@ class Checkpointer:
             _log.info("%s: no snapshot to resume from, starting at step 0", self._run.url)
             return
         manifest = contents.documents.manifest
-        self._step = self._resumed_step = manifest.step or 0
-        self._saved_step = self._step
+        self._step = manifest.step or 0
         self._resumed_from = resumed.location.url
         self._parent = documents.Parent(step=manifest.step, attempt=manifest.attempt)
         self._epoch = manifest.epoch or 0
-        if resumed.location.storage is self._run.storage:
+        self._saved = (self._step, self._epoch)
+        if resumed.location.url == (self._run / resumed.location.name).url:
             self._protected[resumed.location.name] = "resumed from"
         if resumed.report.ignored:
             _log.warning(
@@ -308,12 +317,16 @@ class Checkpointer:
     def _note_rollback(self, records: list[Record], *, is_asked: bool) -> None:
         """Notes that later snapshots were passed over, so that no later start takes them.
 
-        A roll-back that was asked for holds at once. One that came of falling back holds from the
+        Resuming from another run gives up all snapshots of this one. A roll-back that was asked for
+        holds at once. One that came of falling back holds from the
         first commit on: until then the passed-over snapshot may turn out to be readable after all.
         """
+        if self._resumed_from is None:
+            return
         is_own = bool(self._protected)
-        self._is_rollback_due = is_own and any(
-            record.is_committed and not record.is_superseded and record.step > self._step
+        self._rollback_to = self._step if is_own else -1
+        self._is_rollback_due = any(
+            record.is_committed and not record.is_superseded and record.step > self._rollback_to
             for record in records
         )
         if is_asked:
@@ -322,7 +335,7 @@ class Checkpointer:
     def _before_commit(self) -> None:
         self._owner.check()
         if self._is_rollback_due:
-            self._owner.roll_back_to(self._resumed_step)
+            self._owner.roll_back_to(self._rollback_to)
             self._is_rollback_due = False
 
     def _initialise(self, url: Url) -> None:
@@ -332,27 +345,38 @@ class Checkpointer:
         load(url, found, options=self._options)
         _log.info("initialised %s from %s", ", ".join(found), resolve(url).url)
 
+    @property
+    def _is_saved(self) -> bool:
+        """Whether no step and no epoch was counted since the last save."""
+        return self._saved == (self._step, self._epoch)
+
     def _boundary(self, moment: Moment) -> None:
-        received = self._signals.received if self._signals is not None else None
-        if received is not None:
-            name = signal.Signals(received).name
-            if self._saved_step != self._step:
-                self.save(reason=f"signal {name}")
-            url = (self._run / names.step_name(self._step)).url
-            raise Preempted(
-                f"stopped by {name} after step {self._step}, which is saved as {url}; the same "
-                f"command goes on from there",
-                signal=received,
-                step=self._step,
-                url=url,
-            )
+        self._stop_if_asked()
         reason = self._save_every.due(moment) if self._save_every is not None else None
-        if reason is not None and (moment.epoch is not None or self._saved_step != self._step):
+        if reason is not None and not self._is_saved:
             self.save(reason=reason)
+
+    def _stop_if_asked(self) -> None:
+        """Saves and raises :class:`Preempted` if a signal has arrived."""
+        received = self._signals.received if self._signals is not None else None
+        if received is None:
+            return
+        name = signal.Signals(received).name
+        if not self._is_saved:
+            self.save(reason=f"signal {name}")
+        self._knows_signal = True
+        url = (self._run / names.step_name(self._step)).url
+        raise Preempted(
+            f"stopped by {name} after step {self._step}, which is saved as {url}; the same "
+            f"command goes on from there",
+            signal=received,
+            step=self._step,
+            url=url,
+        )
 
     def _save_for(self, error: BaseException) -> None:
         """Saves because of an exception, which stays the one that the caller sees."""
-        if self._saved_step == self._step:
+        if self._is_saved:
             return
         try:
             self.save(reason="exception")
@@ -365,7 +389,7 @@ class Checkpointer:
         Raises:
             AlreadyExistsError: It belongs to another run.
         """
-        found = next((one for one in catalog.scan(self._run) if one.name == name), None)
+        found = catalog.record_of(self._run, name)
         if found is None or found.problem_code == "not-found":
             return False
         if found.run not in (None, self._owner.record.run):
@@ -395,7 +419,8 @@ class Checkpointer:
         if self._keep is None:
             return
         try:
-            decisions = decide(catalog.scan(self._run), self._keep, self._protected)
+            records = prune.own_records(catalog.scan(self._run), self._owner.record)
+            decisions = decide(records, self._keep, self._protected)
             removed = tuple(decision for decision in decisions if not decision.keep)
             prune.remove_decided(self._run, removed)
         except WaypostError as error:

@@ -1,14 +1,16 @@
 """Who writes to a run: one process at a time, known by a lock and by the number of its start.
 
-The lock is a record lock: it ends with the process, and data workers do not inherit it. Each start
+The lock ends with the process, and forked data workers do not keep it. Each start
 raises the run's incarnation; a process whose incarnation is no longer the run's must not commit.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import secrets
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import msgspec
@@ -112,15 +114,23 @@ def acquire(run: Location, *, at_least: int, durable: bool) -> Ownership:
     return ownership
 
 
-def is_owned(run: Location) -> bool:
-    """Tells whether a live process owns a run; takes and gives back the lock to find out."""
+@contextlib.contextmanager
+def held(run: Location) -> Iterator[None]:
+    """Holds a run's lock for the block, so that no process starts in it; makes nothing new.
+
+    Raises:
+        AlreadyOwnedError: A live process owns the run.
+    """
     if run.storage.size((run / names.RUN).path) is None:
-        return False
+        yield
+        return
     lock = run.storage.lock((run / names.LOCK).path)
     if lock is None:
-        return True
-    lock.release()
-    return False
+        raise AlreadyOwnedError(_owned_text(run))
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _owned_text(run: Location) -> str:

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from waypost.audit import catalog
-from waypost.core.commit import remove_tree
-from waypost.errors import AlreadyOwnedError, WaypostError
+from waypost.audit import catalog, runrecord
+from waypost.audit.catalog import Record
+from waypost.audit.runrecord import RunRecord
+from waypost.core import commit
+from waypost.errors import WaypostError
 from waypost.format import documents, names
+from waypost.manager import owner
 from waypost.manager.keeping import Decision, Keeping, decide
-from waypost.manager.owner import is_owned
 from waypost.storage import Location, resolve
 from waypost.storage.urls import Url
 
 _log = logging.getLogger("waypost")
 
-_ATTEMPT = re.compile(r"a[0-9a-f]{16}")
 _SCRATCH = re.compile(r"\.(manifest\.json|LATEST|run\.json)\.[0-9]+-[0-9]+\.tmp")
 
 
@@ -59,21 +61,34 @@ def prune(
         AlreadyOwnedError: A live process writes to the run.
     """
     run = resolve(run_url)
-    if not dry_run and is_owned(run):
-        raise AlreadyOwnedError(
-            f"{run.url}: a process is writing to this run; it prunes by itself, or stop it first"
-        )
-    decisions = decide(catalog.scan(run), keep, {})
+    if dry_run:
+        return _prune(run, keep, debris=debris, dry_run=True)
+    with owner.held(run):
+        return _prune(run, keep, debris=debris, dry_run=False)
+
+
+def _prune(run: Location, keep: Keeping | None, *, debris: bool, dry_run: bool) -> PruneReport:
+    records = own_records(catalog.scan(run), runrecord.find(run))
+    decisions = decide(records, keep, {})
     removed = tuple(decision for decision in decisions if not decision.keep)
     failed = () if dry_run else remove_decided(run, removed)
-    found = sweep(run, dry_run=dry_run) if debris else ()
     return PruneReport(
         removed=tuple(decision for decision in removed if decision not in failed),
         failed=failed,
         kept=tuple(decision for decision in decisions if decision.keep),
-        debris=found,
+        debris=sweep(run, dry_run=dry_run) if debris else (),
         dry_run=dry_run,
     )
+
+
+def own_records(records: Sequence[Record], run: RunRecord | None) -> list[Record]:
+    """Returns the records that retention may count: all but those that another run wrote.
+
+    Snapshots that were saved into the run's folder by hand count as its own.
+    """
+    if run is None:
+        return list(records)
+    return [record for record in records if record.run in (None, run.run)]
 
 
 def remove_decided(run: Location, removed: tuple[Decision, ...]) -> tuple[Decision, ...]:
@@ -104,7 +119,7 @@ def remove_snapshot(snapshot: Location) -> bool:
     was_there = storage.remove((snapshot / documents.MANIFEST).path)
     if was_there:
         storage.settle(snapshot.path)
-    _sweep_snapshot(snapshot, committed=None, dry_run=False)
+    _sweep_snapshot(snapshot, dry_run=False)
     return was_there
 
 
@@ -118,24 +133,16 @@ def sweep(run: Location, *, dry_run: bool = False) -> tuple[str, ...]:
         if record.problem is not None and record.problem_code != "not-found":
             continue  # a damaged manifest may still be mended by hand: its data stays
         try:
-            found += _sweep_snapshot(run / record.name, committed=record.attempt, dry_run=dry_run)
+            found += _sweep_snapshot(run / record.name, dry_run=dry_run)
         except WaypostError as error:
             _log.warning("%s: debris could not be removed: %s", record.url, error)
     return tuple(found)
 
 
-def _sweep_snapshot(snapshot: Location, *, committed: str | None, dry_run: bool) -> list[str]:
-    storage = snapshot.storage
+def _sweep_snapshot(snapshot: Location, *, dry_run: bool) -> list[str]:
     found = _sweep_scratch(snapshot, dry_run=dry_run)
-    data = snapshot / names.DATA
-    for name in storage.list(data.path):
-        if name.is_folder and _ATTEMPT.fullmatch(name.name) and name.name != committed:
-            found.append((data / name.name).url)
-            if not dry_run:
-                remove_tree(data / name.name)
-    if committed is None:
-        found += _sweep_empty(snapshot, dry_run=dry_run)
-    return found
+    found += commit.sweep_attempts(snapshot, dry_run=dry_run)
+    return found + _sweep_empty(snapshot, dry_run=dry_run)
 
 
 def _sweep_empty(snapshot: Location, *, dry_run: bool) -> list[str]:

@@ -1,8 +1,8 @@
 """Going on: which snapshot a run resumes from, and why others were passed over.
 
 The order of candidates is a pure function of the records. A candidate whose bytes are damaged is
-passed over for the one before it; one that does not fit the program is an error, since falling back
-would only hide a change of the code.
+passed over for the one before it. One that does not fit the program is an error, since falling back
+would only hide a change of the code; so is one that cannot be read just now, since it may be sound.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from waypost.errors import (
     CorruptionError,
     NotFoundError,
     ResumeError,
-    StorageError,
 )
 from waypost.options import Settings
 from waypost.snapshot.contents import Contents, open_contents
@@ -109,9 +108,11 @@ def _newest_usable(
     for record in usable:
         try:
             return _load(run / record.name, state, settings)
-        except (CorruptionError, NotFoundError, StorageError) as error:
+        except (CorruptionError, NotFoundError) as error:
             _log.warning("skipped %s: %s", record.url, error)
             skipped.append((record.url, str(error)))
+    given_up = [record.url for record in records if record.is_superseded]
+    skipped += [(url, "given up by a roll-back") for url in given_up]
     if skipped:
         raise ResumeError(
             f"{run.url}: the run has snapshots, and none of them can be used; training was not "

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass
 
-from waypost import collector
-from waypost.audit.naming import locate
+from waypost import collector, limits
+from waypost.audit.naming import is_snapshot, locate
 from waypost.clock import SYSTEM_CLOCK
 from waypost.comm import group_of
-from waypost.errors import CorruptionError, StorageError, UnsupportedError
+from waypost.errors import CorruptionError, NotFoundError, StorageError, UnsupportedError
 from waypost.format import paths, trees
 from waypost.format.paths import Globs
 from waypost.options import Options, Settings
@@ -92,8 +92,17 @@ def load(
         strict=strict, include=include, exclude=exclude, rename=rename, cast=cast
     )
     describe.check_state(into, "into")
-    contents = open_contents(locate(url))
-    return load_contents(contents, into, chosen, verify=verify, settings=resolve_options(options))
+    settings = resolve_options(options)
+    for remaining in reversed(range(limits.RETRIES_MAX)):
+        location = locate(url)
+        try:
+            contents = open_contents(location)
+            return load_contents(contents, into, chosen, verify=verify, settings=settings)
+        except NotFoundError:
+            # Overwritten in between: what is there now is whole, and fills the target anew.
+            if not remaining or not is_snapshot(location):
+                raise
+    raise AssertionError("unreachable: the last round returns or raises")
 
 
 def load_contents(

@@ -11,14 +11,7 @@ from waypost import collector, limits
 from waypost.clock import SYSTEM_CLOCK, Clock, timestamp
 from waypost.comm import Group, group_of
 from waypost.core import commit, plan, write
-from waypost.errors import (
-    AlreadyExistsError,
-    CommitUnknownError,
-    CorruptionError,
-    FormatError,
-    NotFoundError,
-    WaypostError,
-)
+from waypost.errors import AlreadyExistsError, CommitUnknownError, WaypostError
 from waypost.format import digests, documents, names, paths
 from waypost.format.documents import Entry, EntrySummary, FileRecord
 from waypost.format.jsontext import Json
@@ -27,6 +20,7 @@ from waypost.options import resolve as resolve_options
 from waypost.snapshot import metadata as facts
 from waypost.state import describe as states
 from waypost.storage import Location, failures, resolve
+from waypost.storage.base import Lock
 from waypost.storage.urls import Url
 
 _log = logging.getLogger("waypost")
@@ -154,7 +148,7 @@ def save_at(
         clock: For dates and durations.
     """
     started = clock.monotonic()
-    old = _existing(snapshot, overwrite)
+    _check_free(snapshot, overwrite)
     attempt = _Attempt(
         snapshot, f"a{secrets.token_hex(8)}", group, settings, digests.algorithm(settings.digest)
     )
@@ -181,8 +175,9 @@ def save_at(
     except BaseException as error:
         attempt.discard(error)
         raise
-    if old is not None and old != attempt.id:
-        _discard_old(snapshot, old)
+    finally:
+        attempt.close()
+    _sweep_replaced(snapshot)
     return CommitReceipt(
         url=snapshot.url,
         step=step,
@@ -203,15 +198,21 @@ class _Said:
     origin: Origin
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Attempt:
-    """One try at saving, in a folder of its own."""
+    """One try at saving, in a folder of its own, locked until it has ended."""
 
     snapshot: Location
     id: str
     group: Group
     settings: Settings
     algorithm: digests.Algorithm
+    _lock: Lock | None = None
+
+    def close(self) -> None:
+        """Lets go of the folder: it is committed, or may be swept."""
+        if self._lock is not None:
+            self._lock.release()
 
     @property
     def folder(self) -> Location:
@@ -224,6 +225,7 @@ class _Attempt:
         durable = self.settings.durable
         storage = self.snapshot.storage
         storage.make_folder(self.folder.path, durable=durable)
+        self._lock = storage.lock(self.folder.path)
         records = write.write_files(self.folder, files, self.algorithm, self.settings)
         shared = {k: v for k, v in description.entries.items() if v.scope != "per_rank"}
         own = {k: v for k, v in description.entries.items() if v.scope == "per_rank"}
@@ -299,42 +301,30 @@ class _Attempt:
     def discard(self, error: BaseException) -> None:
         """Removes what the attempt wrote, unless it may have been committed."""
         try:
-            if _attempt_of(self.snapshot) != self.id:
+            if commit.committed_attempt(self.snapshot) != self.id:
                 commit.discard_attempt(self.snapshot, self.id)
         except WaypostError as failure:
             error.add_note(f"files of the failed attempt are left behind: {failure}")
 
 
-def _existing(snapshot: Location, overwrite: bool) -> str | None:
-    """Returns the attempt that is committed at a location, if any.
+def _check_free(snapshot: Location, overwrite: bool) -> None:
+    """Makes sure that a snapshot may be saved at a location.
 
     Raises:
-        AlreadyExistsError: One is, and it must not be replaced.
+        AlreadyExistsError: One is there, and it must not be replaced.
     """
     path = (snapshot / documents.MANIFEST).path
-    if snapshot.storage.size(path) is None:
-        return None
-    if not overwrite:
+    if not overwrite and snapshot.storage.size(path) is not None:
         raise AlreadyExistsError(
             f"{snapshot.url}: a snapshot is already there; choose another name, or pass "
             f"overwrite=True to replace it"
         )
-    return _attempt_of(snapshot)
 
 
-def _attempt_of(snapshot: Location) -> str | None:
+def _sweep_replaced(snapshot: Location) -> None:
+    """Removes what the commit replaced, and what failed attempts at this place left."""
     try:
-        data = snapshot.storage.read(
-            (snapshot / documents.MANIFEST).path, limits.MANIFEST_BYTES_MAX
-        )
-        return documents.decode_manifest(data, snapshot.url).attempt
-    except (NotFoundError, CorruptionError, FormatError):
-        return None
-
-
-def _discard_old(snapshot: Location, attempt: str) -> None:
-    try:
-        commit.discard_attempt(snapshot, attempt)
+        commit.sweep_attempts(snapshot)
     except WaypostError as error:
         _log.warning("%s: data of the replaced snapshot is left behind: %s", snapshot.url, error)
 

@@ -7,7 +7,9 @@ the memory that they cover is stored as bytes of its own.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +17,9 @@ import torch
 from waypost.format.paths import part_path
 from waypost.format.tensortypes import TensorType
 from waypost.state.tensors import TensorLeaf
+
+_ALIGNMENT_BYTES = 16
+"""The largest element; bytes stored for several views start at a multiple of it."""
 
 _EXACT_BYTES_MAX = 1 << 28
 """Memory range, in bytes, up to which overlap is decided element by element; beyond that, ranges
@@ -48,6 +53,35 @@ def resolve(leaves: list[TensorLeaf]) -> list[TensorLeaf]:
     return kept + added
 
 
+def byte_range(tensor: torch.Tensor) -> tuple[int, int]:
+    """Returns the bytes of its storage that a strided tensor reaches: first, and last plus one."""
+    item = tensor.element_size()
+    start = int(tensor.storage_offset()) * item
+    reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (int(reach) + 1) * item
+
+
+def overlap(tensors: Sequence[torch.Tensor]) -> bool:
+    """Tells whether any byte belongs to two of the tensors, which are of one storage.
+
+    Ranges that only interleave do not count, as long as they are small enough to look closely.
+    """
+    ranges = [byte_range(tensor) for tensor in tensors]
+    start, stop = min(first for first, _ in ranges), max(last for _, last in ranges)
+    if stop - start > _EXACT_BYTES_MAX or all(
+        tensor.numel() * tensor.element_size() == last - first
+        for tensor, (first, last) in zip(tensors, ranges, strict=True)
+    ):
+        return any(first < last for (_, last), (first, _) in itertools.pairwise(sorted(ranges)))
+    taken = torch.zeros(stop - start, dtype=torch.uint8)
+    for tensor, (first, _) in zip(tensors, ranges, strict=True):
+        item = tensor.element_size()
+        shape = (*tensor.shape, item)
+        stride = (*(step * item for step in tensor.stride()), 1)
+        taken.as_strided(shape, stride, first - start).add_(1)
+    return int(taken.max()) > 1
+
+
 def _extent(leaf: TensorLeaf) -> _Extent | None:
     tensor = leaf.tensor
     if tensor.numel() == 0 or tensor.is_conj() or tensor.is_neg():
@@ -56,10 +90,7 @@ def _extent(leaf: TensorLeaf) -> _Extent | None:
         step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)
     ):
         return None
-    item = tensor.element_size()
-    start = int(tensor.storage_offset()) * item
-    reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return _Extent(leaf, start, start + (int(reach) + 1) * item)
+    return _Extent(leaf, *byte_range(tensor))
 
 
 def _clusters(extents: list[_Extent]) -> list[list[_Extent]]:
@@ -77,31 +108,11 @@ def _clusters(extents: list[_Extent]) -> list[list[_Extent]]:
         current.append(extent)
         stop = max(stop, extent.stop)
     found.append(current)
-    return [cluster for cluster in found if len(cluster) > 1 and _overlap(cluster)]
+    return [cluster for cluster in found if len(cluster) > 1 and _shares(cluster)]
 
 
-def _overlap(cluster: list[_Extent]) -> bool:
-    """Tells whether any byte belongs to two tensors; ranges that only interleave do not count."""
-    start = min(extent.start for extent in cluster)
-    stop = max(extent.stop for extent in cluster)
-    if stop - start > _EXACT_BYTES_MAX:
-        return True
-    if all(_covers_range(extent) for extent in cluster):
-        return True
-    taken = torch.zeros(stop - start, dtype=torch.uint8)
-    for extent in cluster:
-        tensor = extent.leaf.tensor
-        item = tensor.element_size()
-        shape = (*tensor.shape, item)
-        stride = (*(step * item for step in tensor.stride()), 1)
-        taken.as_strided(shape, stride, extent.start - start).add_(1)
-        if int(taken.max()) > 1:
-            return True
-    return False
-
-
-def _covers_range(extent: _Extent) -> bool:
-    return extent.leaf.type.nbytes == extent.stop - extent.start
+def _shares(cluster: list[_Extent]) -> bool:
+    return overlap([extent.leaf.tensor for extent in cluster])
 
 
 def _resolve_cluster(cluster: list[_Extent], dropped: set[int], added: list[TensorLeaf]) -> None:
@@ -111,19 +122,29 @@ def _resolve_cluster(cluster: list[_Extent], dropped: set[int], added: list[Tens
         (
             extent.leaf
             for extent in cluster
-            if (extent.start, extent.stop) == (start, stop) and extent.leaf.tensor.is_contiguous()
+            if (extent.start, extent.stop) == (start, stop)
+            and extent.leaf.tensor.is_contiguous()
+            and _holds_aligned(cluster, start)
         ),
         None,
     )
     if base is None and _all_alike(cluster):
         base = cluster[0].leaf
     if base is None:
+        start -= start % _ALIGNMENT_BYTES
         base = _bytes_leaf(cluster[0].leaf, start, stop)
         added.append(base)
     for extent in cluster:
         if extent.leaf is not base:
             dropped.add(id(extent.leaf))
             _make_alias(extent, base, start)
+
+
+def _holds_aligned(cluster: list[_Extent], start: int) -> bool:
+    """Tells whether all tensors begin at multiples of their elements, counted from ``start``."""
+    return all(
+        (extent.start - start) % extent.leaf.tensor.element_size() == 0 for extent in cluster
+    )
 
 
 def _all_alike(cluster: list[_Extent]) -> bool:

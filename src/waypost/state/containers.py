@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+import dataclasses
+from collections import deque
+from collections.abc import Iterable, MutableMapping
 from typing import Any
 
 import torch
 
 from waypost.format import jsontext, paths, values
+from waypost.state.extensions import small_node
 
 
 def tensors(container: Any, path: str) -> dict[str, torch.Tensor]:
     """Returns the tensors below a container by path, spelled as at save."""
     found: dict[str, torch.Tensor] = {}
-    encoder = values.Encoder(lambda value, path: None)
+    encoder = values.Encoder(small_node)
     _collect(container, path, encoder, found, frozenset())
     return found
 
@@ -61,15 +64,30 @@ def _collect(
     if id(value) in above:
         return
     above = above | {id(value)}
+    for key, item in _members(value):
+        _collect(item, _below(path, key, encoder), encoder, found, above)
+
+
+def _members(value: Any) -> Iterable[tuple[Any, Any]]:
+    """Returns keys and items of whatever a state keeps as a container; numbers for sequences."""
     if isinstance(value, dict):
-        for key, item in value.items():
-            _collect(item, _below(path, key, encoder), encoder, found, above)
-    elif isinstance(value, (list, tuple)):
-        for number, item in enumerate(value):
-            _collect(item, f"{path}/{number}", encoder, found, above)
+        return value.items()
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return zip(value._fields, value, strict=True)
+    if isinstance(value, (list, tuple, deque)):
+        return ((_Number(number), item) for number, item in enumerate(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
+    return ()
+
+
+class _Number(int):
+    """A position in a sequence, which is spelled unlike an integer key."""
 
 
 def _below(path: str, key: Any, encoder: values.Encoder) -> str:
+    if type(key) is _Number:
+        return f"{path}/{key}"
     if type(key) is str:
         return f"{path}/{paths.segment(key)}"
     text = jsontext.dump(encoder.node(key, f"{path}/~key")).decode("utf-8", "surrogatepass")

@@ -60,7 +60,9 @@ class ExtensionEncoder:
             return self._tensors.node(value, path)
         if type(value) is np.ndarray:
             return {ARRAY: self._array(value, path)}
-        if isinstance(value, (torch.Generator, *_RANDOM)):
+        if is_generator(value):
+            if "/~key" in path or "/~item" in path:
+                raise UnsupportedError(f"{path}: a generator inside a set or a key", path=path)
             return {GENERATOR: [_generator_name(value), self._value(generator_state(value), path)]}
         return small_node(value, path)
 
@@ -151,13 +153,35 @@ def set_generator(generator: Any, state: Any) -> Any:
     if isinstance(generator, torch.Generator):
         generator.set_state(state["state"].cpu())
     elif isinstance(generator, np.random.Generator):
+        check_stream(state)
         generator.bit_generator.state = state
     elif isinstance(generator, np.random.RandomState):
+        check_stream(state)
         generator.set_state(state)
     else:
         internal = tuple(int(word) for word in state["state"])
         generator.setstate((state["version"], internal, state["gauss"]))
     return generator
+
+
+def check_stream(state: Any) -> None:
+    """Refuses a numpy stream that would read outside of its own memory; numpy does not look.
+
+    Raises:
+        ValueError: A position or a length is out of bounds.
+    """
+    inner = state["state"]
+    bounds = {"MT19937": ("key", 624), "Philox": ("counter", 4)}
+    name, length = bounds.get(state["bit_generator"], ("", 0))
+    if name and np.shape(inner[name]) != (length,):
+        raise ValueError(f"a {state['bit_generator']} stream whose {name} has another length")
+    positions = [(inner.get("pos", 0) if isinstance(inner, dict) else 0, 624)]
+    positions += [(state.get("buffer_pos", 0), 4), (state.get("has_uint32", 0), 1)]
+    if "buffer" in state and np.shape(state["buffer"]) != (4,):
+        raise ValueError("a stream whose buffer has another length")
+    for position, limit in positions:
+        if not 0 <= int(position) <= limit:
+            raise ValueError(f"a stream at position {position}, outside 0 to {limit}")
 
 
 def is_generator(value: object) -> bool:
@@ -200,8 +224,12 @@ def _dtype_node(dtype: np.dtype[Any], path: str) -> Json:
         raise UnsupportedError(
             f"{path}: numpy data of dtype {dtype} holds Python objects; convert it first", path=path
         )
-    node = _described(np.lib.format.dtype_to_descr(dtype))
-    if repr(_dtype(node)) != repr(dtype) or dtype.metadata:
+    try:
+        node = _described(np.lib.format.dtype_to_descr(dtype))
+        is_exact = repr(_dtype(node)) == repr(dtype) and not dtype.metadata
+    except (ValueError, TypeError):
+        is_exact = False
+    if not is_exact:
         raise UnsupportedError(
             f"{path}: the numpy dtype {dtype!r} cannot be described exactly", path=path
         )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
@@ -12,13 +14,27 @@ from waypost.errors import Difference
 from waypost.format import paths, tensornodes, tensortypes, trees
 from waypost.format.documents import Entry
 from waypost.format.trees import Leaf
-from waypost.state import tensors
-from waypost.state.memory import InPlaceTarget, is_writable
+from waypost.state import aliases, tensors
+from waypost.state.memory import InPlaceTarget, is_direct, is_writable
 from waypost.state.restore import Restorer
 from waypost.state.selection import Selection
 
 if TYPE_CHECKING:
     from waypost.state.match import Plan
+
+
+_NATIVE: Final = (torch.Tensor, torch.nn.Parameter)
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """A target in memory, by address, and the stored tensor that fills it."""
+
+    start: int
+    stop: int
+    root: str
+    path: str
+    tensor: torch.Tensor
 
 
 class TensorMatcher:
@@ -36,7 +52,8 @@ class TensorMatcher:
         self._plan = plan
         self._leaves: dict[str, Leaf] = {}
         self._by_entry: dict[str, list[str]] = {}
-        self._memory: dict[tuple[Any, ...], tuple[str, str]] = {}
+        self._filled: set[tuple[Any, ...]] = set()
+        self._placed: list[_Placed] = []
 
     def index(self, entries: Mapping[str, Entry]) -> None:
         """Learns the snapshot's leaves under the names that they have in the target."""
@@ -57,8 +74,29 @@ class TensorMatcher:
                     self._by_entry.setdefault(paths.entry_of(target), []).append(target)
 
     def has_below(self, path: str) -> bool:
-        """Tells whether any leaf goes to the entry at ``path``."""
+        """Tells whether any chosen leaf goes to the entry at ``path``."""
         return path in self._by_entry
+
+    def below(self, path: str) -> list[Leaf]:
+        """Returns the chosen leaves that go to the entry at ``path``."""
+        return [self._leaves[target] for target in self._by_entry.get(path, [])]
+
+    def keep_or_need(self, leaf: Leaf, targets: Mapping[str, torch.Tensor]) -> None:
+        """Plans a tensor of a container that is put together anew around the target's tensors.
+
+        One that is not to be loaded stays the target's own.
+        """
+        target = targets.get(self._selection.renamed(leaf.path))
+        if self._selection.takes(leaf.path):
+            if target is None:
+                self._restorer.need_tensor(leaf.tensor_node, leaf.path)
+        elif target is not None:
+            self._restorer.stand_in(leaf.path, target, is_exact=False)
+        else:
+            raise ValueError(
+                f"{leaf.path} is left out, and the target has no tensor to stay in its place; "
+                f"leave the plain values of the entry out too"
+            )
 
     def match(
         self,
@@ -95,10 +133,35 @@ class TensorMatcher:
         known = set(wanted)
         for path in saved:
             leaf = self._leaves[path]
-            if path not in known and (leaf.is_tensor or values is not None):
+            if path in known or leaf.is_inner:
+                continue
+            if leaf.tag == tensornodes.TAG or values is not None:
                 self._differ("unexpected", path, "", _leaf_text(leaf))
                 self._plan.unexpected.append(path)
+        self._check_common(entry, wanted, planned)
         return planned
+
+    def _check_common(self, entry: str, wanted: list[str], planned: list[str]) -> None:
+        """Refuses an entry of which nothing at all would be loaded, however lenient the caller."""
+        asked = [path for path in wanted if self._selection.takes(path)]
+        if asked and not planned and not self._selection.strict:
+            self._differ("type", entry, f"leaves such as {asked[0]}", "none of them")
+
+    def check_overlaps(self) -> None:
+        """Finds targets that share memory although the snapshot holds separate tensors for them."""
+        self._placed.sort(key=lambda placed: placed.start)
+        still_open: list[_Placed] = []
+        for placed in self._placed:
+            still_open = [other for other in still_open if other.stop > placed.start]
+            for other in still_open:
+                if other.root != placed.root and aliases.overlap([other.tensor, placed.tensor]):
+                    self._differ(
+                        "tie",
+                        placed.path,
+                        f"shares its memory with {other.path}",
+                        "holds two separate tensors",
+                    )
+            still_open.append(placed)
 
     def restored(self, path: str) -> Any:
         """Returns the restored value for a target path, once everything was read."""
@@ -113,7 +176,7 @@ class TensorMatcher:
         if leaf is None or leaf.tag != tensornodes.TAG:
             return
         description = tensornodes.described(leaf.tensor_node, leaf.path)
-        if "alias" in description or not _is_plain(tensor):
+        if "alias" in description or not _is_plain(tensor) or not is_direct(tensor):
             return
         fits = tensortypes.parse(description["type"]) == tensors.type_of(tensor)
         base = self._restorer.base_of(leaf.tensor_node, leaf.path)
@@ -127,6 +190,7 @@ class TensorMatcher:
         if not self._fits(path, target, saved, description):
             return False
         self._plan.loaded.append(leaf.path)
+        self._place(path, target, leaf)
         base = self._restorer.base_of(leaf.tensor_node, leaf.path)
         if not in_place:
             self._restorer.need_tensor(leaf.tensor_node, leaf.path)
@@ -135,7 +199,7 @@ class TensorMatcher:
             and saved.dtype == tensors.dtype_name(target.dtype)
             and (_is_plain(target))
         ):
-            self._fill(path, target, base)
+            self._fill(target, base)
             self._restorer.stand_in(leaf.path, target, is_exact=True)
         else:
             self._restorer.need_tensor(leaf.tensor_node, leaf.path)
@@ -143,18 +207,22 @@ class TensorMatcher:
             self._plan.then(lambda: _copy(self.restored(path), target))
         return True
 
-    def _fill(self, path: str, target: torch.Tensor, base: str) -> None:
+    def _fill(self, target: torch.Tensor, base: str) -> None:
         """Plans to read a piece into the target; memory that two targets share is read once."""
-        if target.numel():
-            memory = (target.device, target.data_ptr(), target.numel(), target.stride())
-            known = self._memory.setdefault(memory, (base, path))
-            if known[0] != base:
-                self._differ(
-                    "tie", path, f"shares its memory with {known[1]}", "holds two separate tensors"
-                )
-            if known != (base, path):
-                return
+        memory = (target.data_ptr(), target.shape, target.stride(), base)
+        if target.numel() and memory in self._filled:
+            return
+        self._filled.add(memory)
         self._restorer.fill(base, InPlaceTarget(target))
+
+    def _place(self, path: str, target: torch.Tensor, leaf: Leaf) -> None:
+        """Remembers where a target lies and which stored tensor it is filled from."""
+        if target.numel() and target.layout == torch.strided and type(target) in _NATIVE:
+            start, stop = aliases.byte_range(target)
+            address = target.untyped_storage().data_ptr()
+            roots = list(tensornodes.aliases(leaf.tensor_node, leaf.path))
+            root = roots[0] if roots else leaf.path
+            self._placed.append(_Placed(address + start, address + stop, root, path, target))
 
     def _fits(
         self,
@@ -170,6 +238,10 @@ class TensorMatcher:
         wanted = tensors.type_of(target)
         layout = str(target.layout).removeprefix("torch.")
         stored = description.get("layout", "strided")
+        problem = _kind_problem(target, description)
+        if problem is not None:
+            self._differ("type", path, *problem)
+            return False
         if wanted.shape != saved.shape:
             self._differ("shape", path, str(wanted.shape), str(saved.shape))
         if layout != stored:
@@ -198,6 +270,26 @@ class TensorMatcher:
         )
 
 
+def _kind_problem(target: torch.Tensor, description: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Returns how target and snapshot differ in the kind of tensor, if they do."""
+    if "context" in description and not hasattr(target, "__tensor_flatten__"):
+        return "an ordinary tensor", f"a {description['class']}"
+    if target.is_quantized != ("qscheme" in description):
+        quantised = ("quantised elements", "ordinary elements")
+        return quantised if target.is_quantized else quantised[::-1]
+    if target.is_quantized:
+        wanted, saved = tensors.scheme_name(target), description["qscheme"]
+        return (wanted, saved) if wanted != saved else None
+    layout = description.get("layout", "strided")
+    if layout.startswith("sparse_") and layout != "sparse_coo" and target.layout != torch.strided:
+        wanted_count = int(target.values().numel())
+        values = tensornodes.described(description["parts"]["values"][tensornodes.TAG], "")
+        saved_count = math.prod(tensortypes.parse(values["type"]).shape)
+        if wanted_count != saved_count:
+            return f"{wanted_count} stored elements", f"{saved_count} stored elements"
+    return None
+
+
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Tells whether the tensor's own memory can be filled with stored bytes."""
     return (
@@ -212,8 +304,10 @@ def _refusal(target: torch.Tensor) -> str | None:
         return "a lazy parameter; run the module once before loading"
     if target.is_meta:
         return "a tensor on the device 'meta'; call to_empty() before loading"
+    if target.is_inference() and not torch.is_inference_mode_enabled():
+        return "an inference tensor, which must not change outside of inference mode"
     if target.layout == torch.strided and not is_writable(target):
-        return "an expanded tensor, whose elements share memory; clone it before loading"
+        return "a tensor whose own elements share memory (expanded?); clone it before loading"
     return None
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from waypost.errors import Difference, FormatError, MismatchError
-from waypost.format import paths, trees
+from waypost.format import classes, paths, trees
 from waypost.format.documents import Entry
 from waypost.format.jsontext import Json
 from waypost.state import containers, modules, optimizers
@@ -54,9 +54,16 @@ class Plan:
 
     def place(self) -> None:
         """Hands everything that was read to the target; random streams last."""
-        with torch.no_grad():
-            for action in [*self._actions, *self._last]:
-                action()
+        try:
+            with torch.no_grad():
+                for action in [*self._actions, *self._last]:
+                    action()
+        except BaseException as error:
+            error.add_note(
+                "the load had filled tensors in place and stopped while it handed over the rest: "
+                "a part of the target is new, a part is old"
+            )
+            raise
 
 
 def match(
@@ -87,6 +94,7 @@ class _Matcher:
         self._restorer = restorer
         self._selection = selection
         self._plan = Plan()
+        self._sources = _sources(entries, selection)
         self._tensors = TensorMatcher(restorer, selection, self._plan)
 
     def run(self) -> Plan:
@@ -94,7 +102,9 @@ class _Matcher:
         self._tensors.index(self._entries)
         for name, target in self._into.items():
             self._entry(name, target)
-        plan.ignored = [name for name in self._entries if name not in self._into]
+        self._tensors.check_overlaps()
+        taken = {self._sources.get(paths.segment(name)) for name in self._into}
+        plan.ignored = [name for name in self._entries if name not in taken]
         if not self._selection.strict:
             plan.differences = [
                 difference
@@ -119,10 +129,11 @@ class _Matcher:
         return plan
 
     def _entry(self, name: str, target: Any) -> None:
-        entry = self._entries.get(name)
         path = paths.segment(name)
-        if entry is None and not (self._selection.renames and self._tensors.has_below(path)):
-            if self._is_wanted(path, target):
+        source = self._sources.get(path)
+        entry = None if source is None else self._entries[source]
+        if not self._tensors.has_below(path):
+            if source is None and self._is_wanted(path, target):
                 self._differ("missing", path, _name_of(target), "")
                 self._plan.missing.append(path)
             return
@@ -131,9 +142,14 @@ class _Matcher:
         elif isinstance(target, torch.Tensor):
             self._tensors.match({path: target}, path)
         elif isinstance(target, (dict, list)) and (found := containers.tensors(target, path)):
-            self._container(name, entry, target, found)
-        elif entry is not None and self._takes_whole(entry, path):
-            self._whole(name, entry, target, path)
+            self._container(name, entry, source, target, found)
+        elif entry is None or source is None or self._moved_into(path, source):
+            raise ValueError(
+                f"rename takes the entry {path!r} apart; it can only be loaded whole, under one "
+                f"new name"
+            )
+        elif self._takes_whole(entry, paths.segment(source)):
+            self._whole(name, source, entry, target)
 
     def _is_wanted(self, path: str, target: Any) -> bool:
         """Tells whether an entry that the snapshot lacks was asked for at all."""
@@ -152,23 +168,26 @@ class _Matcher:
         """
         if not self._selection.is_partial:
             return True
-        chosen = {
-            self._selection.takes(leaf.path)
-            for leaf in trees.leaves(entry.tree, path)
-            if not (entry.kind == "optimizer" and _is_hyperparameter(leaf.path))
-        }
-        if chosen == {True, False}:
+        leaves = [leaf.path for leaf in trees.leaves(entry.tree, path)]
+        fixed = [
+            leaf for leaf in leaves if not (entry.kind == "optimizer" and _is_hyperparameter(leaf))
+        ]
+        chosen = {self._selection.takes(leaf) for leaf in fixed or leaves}
+        is_partial = not any(chosen) and any(map(self._selection.takes, leaves))
+        if len(chosen) > 1 or is_partial:
             raise ValueError(
                 f"include and exclude select a part of the entry {path!r}, which can only be "
-                f"loaded whole"
+                f"loaded whole; of an optimizer, hyper-parameters may be excluded"
             )
         return chosen == {True}
 
-    def _whole(self, name: str, entry: Entry, target: Any, path: str) -> None:
+    def _whole(self, name: str, source: str, entry: Entry, target: Any) -> None:
+        path = paths.segment(source)
         if isinstance(target, torch.optim.Optimizer):
-            self._optimizer(name, entry, target, path)
+            self._optimizer(source, entry, target, path)
             return
         restorer = self._restorer
+        classes.check_tree(entry.tree, path)
         restorer.need(entry.tree, path)
         self._plan.loaded.extend(leaf.path for leaf in trees.leaves(entry.tree, path))
         if has_state(target):
@@ -200,13 +219,14 @@ class _Matcher:
         cleaned = modules.clean_names(target, list(raw))
         wanted = {f"{path}/{paths.segment(cleaned[name])}": name for name in raw}
         tensors = {
-            leaf: raw[name] for leaf, name in wanted.items() if isinstance(raw[name], torch.Tensor)
+            leaf: raw[name]
+            for leaf, name in wanted.items()
+            if isinstance(raw[name], torch.Tensor) and not modules.is_extra_state(name)
         }
+        through_hooks = modules.needs_hooks(target, raw)
         own = {leaf: name for leaf, name in wanted.items() if leaf not in tensors}
-        restored = self._tensors.match(
-            tensors, path, values=set(own), in_place=not modules.needs_hooks(target)
-        )
-        if modules.needs_hooks(target):
+        restored = self._tensors.match(tensors, path, values=set(own), in_place=not through_hooks)
+        if through_hooks:
             versions = entry.versions if entry is not None else {}
             names = {wanted[leaf]: leaf for leaf in restored if leaf in wanted}
             self._plan.then(lambda: self._through_hooks(target, names, versions))
@@ -229,26 +249,59 @@ class _Matcher:
         self._plan.then(lambda: owner.set_extra_state(self._tensors.restored(leaf)))
 
     def _container(
-        self, name: str, entry: Entry | None, target: Any, found: dict[str, torch.Tensor]
+        self,
+        name: str,
+        entry: Entry | None,
+        source: str | None,
+        target: Any,
+        found: dict[str, torch.Tensor],
     ) -> None:
         path = paths.segment(name)
         self._tensors.match(found, path)
-        if entry is None or self._selection.renames:
+        self._refuse_values(path, source)
+        if entry is None or source is None:
             return
-        if self._selection.is_partial and not self._selection.takes(path):
-            return
-        for leaf in trees.leaves(entry.tree, path):
-            if not leaf.is_tensor:
-                self._plan.loaded.append(leaf.path)
-            elif leaf.path not in found:
-                self._restorer.need_tensor(leaf.tensor_node, leaf.path)
-        strict = self._selection.strict
-        self._plan.then(
-            lambda: (
-                containers.update(target, self._restorer.value(entry.tree, path), strict=strict)
-                and None
+        leaves = list(trees.leaves(entry.tree, paths.segment(source)))
+        values = [leaf for leaf in leaves if leaf.tag != trees.TENSOR or leaf.is_inner]
+        chosen = {self._selection.takes(leaf.path) for leaf in values} or {True}
+        if len(chosen) > 1:
+            raise ValueError(
+                f"include and exclude select a part of the plain values of {path!r}; they are "
+                f"loaded together or not at all"
             )
-        )
+        if chosen == {False}:
+            return
+        for leaf in leaves:
+            if leaf.tag == trees.TENSOR and not leaf.is_inner:
+                self._tensors.keep_or_need(leaf, found)
+            else:
+                self._plan.loaded.append(leaf.path)
+                self._restorer.need(leaf.node, leaf.path)
+        self._update(name, entry, paths.segment(source), target)
+
+    def _moved_into(self, path: str, source: str | None) -> list[trees.Leaf]:
+        """Returns the leaves of other entries that go to the entry at ``path``."""
+        own = None if source is None else paths.segment(source)
+        return [leaf for leaf in self._tensors.below(path) if paths.entry_of(leaf.path) != own]
+
+    def _update(self, name: str, entry: Entry, source: str, target: Any) -> None:
+        classes.check_tree(entry.tree, source)
+        strict = self._selection.strict
+
+        def update() -> None:
+            value = self._restorer.value(entry.tree, source)
+            self._into[name] = containers.update(target, value, strict=strict)
+
+        self._plan.then(update)
+
+    def _refuse_values(self, path: str, source: str | None) -> None:
+        """Refuses a rename that puts plain values of other entries into a container."""
+        values = [leaf for leaf in self._moved_into(path, source) if not leaf.is_tensor]
+        if values:
+            raise ValueError(
+                f"rename puts plain values into {path!r} ({values[0].path}, …); only tensors can "
+                f"be renamed one by one"
+            )
 
     def _optimizer(self, name: str, entry: Entry, target: torch.optim.Optimizer, path: str) -> None:
         if entry.kind != "optimizer":
@@ -264,7 +317,7 @@ class _Matcher:
         groups_path, groups_node = _group_nodes(items)
         self._restorer.need(items["param_groups"][1], groups_path)
         fixed["param_groups"] = [
-            {"params": self._restorer.value(group["params"], f"{groups_path}/{number}/params")}
+            {**group, "params": self._restorer.value(group["params"], f"{groups_path}/{number}")}
             for number, group in enumerate(groups_node)
         ]
         found = optimizers.differences(target, names, fixed, path, strict=self._selection.strict)
@@ -282,12 +335,13 @@ class _Matcher:
     ) -> None:
         """Fills the optimizer's own tensors where they fit, so that no second copy is needed."""
         parameters = [value for group in target.param_groups for value in group["params"]]
+        unshared = optimizers.unshared_state(target)
         for name, parameter in zip(names.by_position, parameters, strict=True):
             live = target.state.get(parameter)
             if live:
                 below = f"{path}/{paths.segment(name)}"
                 for key, tensor in live.items():
-                    if isinstance(tensor, torch.Tensor) and isinstance(key, str):
+                    if id(tensor) in unshared and isinstance(key, str):
                         self._tensors.try_in_place(f"{below}/{paths.segment(key)}", tensor)
 
     def _place_optimizer(
@@ -310,6 +364,23 @@ class _Matcher:
         self._plan.differences.append(
             Difference(kind=kind, path=path, expected=expected, actual=actual)
         )
+
+
+def _sources(entries: Mapping[str, Entry], selection: Selection) -> dict[str, str]:
+    """Returns, for each entry of the target, the saved one whose leaves all go there unchanged."""
+    if not selection.renames:
+        return {paths.segment(name): name for name in entries}
+    found: dict[str, list[str]] = {}
+    for name, entry in entries.items():
+        moved = set()
+        for leaf in trees.leaves(entry.tree, paths.segment(name)):
+            target, _, rest = selection.renamed(leaf.path).partition("/")
+            moved.add((target, rest == leaf.path.partition("/")[2]))
+        if len(moved) == 1:
+            target, is_unchanged = moved.pop()
+            if is_unchanged:
+                found.setdefault(target, []).append(name)
+    return {target: names[0] for target, names in found.items() if len(names) == 1}
 
 
 def _group_nodes(items: Mapping[str, tuple[str, Json]]) -> tuple[str, list[dict[str, Json]]]:

@@ -161,10 +161,18 @@ class InPlaceTarget:
         if self._staged is not None:
             self._plain.copy_(self._staged)
             self._staged = None
+        elif not self._plain.is_inference():
+            torch.autograd.graph.increment_version(self._plain)
 
 
 def is_writable(tensor: torch.Tensor) -> bool:
     """Tells whether writing each element once is well defined: no two share memory."""
-    return tensor.is_contiguous() or all(
-        size <= 1 or stride != 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
+    if tensor.is_contiguous():
+        return True
+    reach = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride < reach:
+                return False
+            reach += (size - 1) * stride
+    return True

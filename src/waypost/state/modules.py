@@ -68,21 +68,45 @@ def attach_versions(state: OrderedDict[str, Any], versions: Mapping[str, list[st
     state._metadata = metadata  # type: ignore[attr-defined]  # torch's own convention
 
 
-def needs_hooks(module: torch.nn.Module) -> bool:
+def needs_hooks(module: torch.nn.Module, state: Mapping[str, object]) -> bool:
     """Tells whether loading into the module must go through its own ``load_state_dict``.
 
-    True where user code takes part in loading, so that filling tensors in place would bypass it.
+    True where user code takes part in saving or loading, so that filling the tensors of ``state``,
+    the module's own ``state_dict()``, would bypass it or fill copies.
     """
     if type(module).load_state_dict is not torch.nn.Module.load_state_dict and not isinstance(
         module, _PARALLEL
     ):
         return True
-    return any(
+    if any(
         _overrides_load(child)
         or child._load_state_dict_pre_hooks
         or child._load_state_dict_post_hooks
         for child in module.modules()
+    ):
+        return True
+    own = {
+        tensor.untyped_storage()._cdata
+        for tensor in (*module.parameters(), *module.buffers())
+        if _is_plain(tensor)
+    }
+    return any(
+        isinstance(value, torch.Tensor)
+        and not is_extra_state(name)
+        and _is_plain(value)
+        and value.untyped_storage()._cdata not in own
+        for name, value in state.items()
     )
+
+
+def is_extra_state(name: str) -> bool:
+    """Tells whether a name in a module's state stands for what ``get_extra_state`` gave."""
+    return name.rpartition(".")[2] == "_extra_state"
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    is_ordinary = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    return is_ordinary and tensor.layout == torch.strided and not tensor.is_meta
 
 
 def parameter_names(module: torch.nn.Module) -> dict[int, str]:

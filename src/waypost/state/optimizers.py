@@ -6,8 +6,8 @@ positions, which are then checked by the parameters' shapes.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,10 +117,13 @@ def differences(
         saved: ``param_groups``, ``shapes``, ``names`` and ``class``, as :func:`state_of` made
             them.
         entry: The entry's name, for paths.
-        strict: Refuse the state of an optimizer of another class.
+        strict: Refuse the state of an optimizer of another class, even one with the same
+            hyper-parameters.
     """
     found: list[Difference] = []
-    if strict and saved.get("class") != type(optimizer).__name__:
+    if saved.get("class") != type(optimizer).__name__ and (
+        strict or not _takes_hyperparameters(optimizer, saved["param_groups"])
+    ):
         found.append(
             Difference(
                 kind="group",
@@ -159,6 +162,29 @@ def differences(
         start = stop
     found.extend(_shape_differences(optimizer, names, saved.get("shapes") or {}, entry))
     return found
+
+
+def _takes_hyperparameters(
+    optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]
+) -> bool:
+    """Tells whether the saved groups have the names that the optimizer's groups have."""
+    return all(
+        set(live) == set(group) for live, group in zip(optimizer.param_groups, groups, strict=False)
+    )
+
+
+def unshared_state(optimizer: torch.optim.Optimizer) -> set[int]:
+    """Returns the identities of the state's tensors that share memory with nothing else."""
+    tensors = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    tensors += [
+        value
+        for values in optimizer.state.values()
+        if isinstance(values, dict)
+        for value in values.values()
+        if isinstance(value, torch.Tensor) and value.layout == torch.strided
+    ]
+    counts = Counter(tensor.untyped_storage()._cdata for tensor in tensors)
+    return {id(tensor) for tensor in tensors if counts[tensor.untyped_storage()._cdata] == 1}
 
 
 def _group_differences(wanted: tuple[str, ...], saved: list[str], path: str) -> list[Difference]:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from waypost.state.extensions import generator_state, set_generator
+from waypost.state.extensions import check_stream, generator_state, set_generator
 
 
 class RNG:
@@ -39,6 +39,7 @@ class RNG:
         """Sets every stream that is both in ``state`` and on this machine."""
         streams: dict[str, Any] = dict(state)
         set_generator(_PYTHON, streams["python"])
+        check_stream(streams["numpy"])
         np.random.set_state(streams["numpy"])
         torch.set_rng_state(streams["torch"])
         for kind, module in _accelerators().items():

@@ -61,11 +61,21 @@ def select(
     )
 
 
+def _checked(rename: Callable[[str], str]) -> Callable[[str], str]:
+    def renamed(path: str) -> str:
+        found: object = rename(path)
+        if not isinstance(found, str) or not found:
+            raise ValueError(f"rename gave {found!r:.80} for {path!r}; expected a path")
+        return found
+
+    return renamed
+
+
 def _renamer(rename: Rename) -> Callable[[str], str]:
     if rename is None:
         return lambda path: path
     if callable(rename):
-        return rename
+        return _checked(rename)
     if not isinstance(rename, Mapping) or not all(
         isinstance(old, str) and isinstance(new, str) for old, new in rename.items()
     ):

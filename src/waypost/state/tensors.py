@@ -51,6 +51,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def scheme_name(tensor: torch.Tensor) -> str:
+    """Returns torch's name of a quantised tensor's scheme without the module."""
+    return str(tensor.qscheme()).removeprefix("torch.")
+
+
 def type_of(tensor: torch.Tensor) -> TensorType:
     """Returns element type and shape."""
     return TensorType(dtype_name(tensor.dtype), tuple(tensor.shape))
@@ -75,7 +80,7 @@ class TensorEncoder:
         Raises:
             UnsupportedError: It cannot be restored exactly; names the leaf.
         """
-        if path in self._paths or path.endswith(("/~key", "/~item")):
+        if path in self._paths or "/~key" in path or "/~item" in path:
             raise UnsupportedError(
                 f"{path}: a tensor inside a set, or as a key, has no name of its own", path=path
             )
@@ -134,7 +139,7 @@ class TensorEncoder:
     def _describe_quantized(self, tensor: torch.Tensor, path: str) -> dict[str, Any]:
         plain = tensor.detach()
         parts = {"int_repr": plain.int_repr()}
-        scheme = dtype_name(plain.qscheme())
+        scheme = scheme_name(plain)
         description: dict[str, Any] = {"type": type_of(tensor).text, "qscheme": scheme}
         if plain.qscheme() == torch.per_tensor_affine:
             description["scale"] = self._value(plain.q_scale(), path)
@@ -263,6 +268,8 @@ def view_of(
     if offset < 0 or min(stride, default=0) < 0 or reach > base.numel() * base.element_size():
         raise ValueError("a view that leaves the memory that it shares")
     flat = base.detach().reshape(-1).view(torch.uint8)
+    if (flat.storage_offset() + offset) % kind.item_bytes:
+        flat = flat.clone()  # memory that no element of this type can lie at is not shared
     whole = flat[offset : offset + (flat.numel() - offset) // kind.item_bytes * kind.item_bytes]
     typed = whole.view(getattr(torch, kind.dtype))
     return typed.as_strided(kind.shape, stride, typed.storage_offset())
@@ -302,6 +309,8 @@ def _refusal(tensor: torch.Tensor) -> str | None:
 @functools.cache
 def _class_refusal(cls: type) -> str | None:
     names = {base.__name__ for base in cls.__mro__}
+    if names & {"UninitializedTensorMixin", "UninitializedParameter", "UninitializedBuffer"}:
+        return "a lazy parameter has no content yet; run the module once before saving"
     if names & {"FakeTensor", "FunctionalTensor"}:
         return f"a {cls.__name__} has no content of its own"
     if "DTensor" in names:

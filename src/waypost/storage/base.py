@@ -157,7 +157,10 @@ class Storage(Protocol):
         ...
 
     def lock(self, path: str) -> Lock | None:
-        """Takes the lock file at ``path`` or returns None while it is held, by whomever."""
+        """Takes the lock of a folder or file, or returns None while it is held, by whomever.
+
+        A file is made if it is not there. The lock ends with the process.
+        """
         ...
 
 

@@ -184,7 +184,7 @@ class LocalStorage:
             return None
 
     def lock(self, path: str) -> Lock | None:
-        """Takes a record lock, which forked children do not inherit."""
+        """Takes the lock, which forked children do not keep."""
         try:
             return posix.lock(self.url(path))
         except OSError as error:

@@ -8,6 +8,7 @@ import errno
 import os
 import shutil
 import sys
+import weakref
 from collections.abc import Sequence
 from typing import Final
 
@@ -24,6 +25,8 @@ _NO_WAIT: Final[int] = getattr(os, "O_NONBLOCK", 0)
 _BINARY: Final[int] = getattr(os, "O_BINARY", 0)
 _RENAME_NOREPLACE: Final = 1
 _AT_FDCWD: Final = -100
+_NO_LOCKS: Final = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF})
+"""What file systems without locks answer, and network ones about folders; nobody is kept out."""
 _NO_LINKS: Final = frozenset(
     {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV, errno.EINVAL}
 )
@@ -146,60 +149,57 @@ def free_bytes(path: str) -> int:
     return shutil.disk_usage(path).free  # pragma: no cover
 
 
-_held: set[tuple[int, ...]] = set()
-"""Files whose lock this process holds, by process, device and inode."""
+_locks: weakref.WeakSet[FileLock] = weakref.WeakSet()
+"""Locks that this process holds, to be let go of in a forked child."""
 
 
-class RecordLock:
-    """A POSIX record lock: one per process and file, gone when the process is gone."""
+class FileLock:
+    """A lock of an open file description: gone when the process is gone.
 
-    def __init__(self, descriptor: int, key: tuple[int, ...] = ()) -> None:
+    A forked child would hold it too, so it closes its copy of the descriptor as it starts.
+    """
+
+    def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self._key = key
+        _locks.add(self)
 
     def __del__(self) -> None:
         self.release()
 
     def release(self) -> None:
-        """Gives the lock up; in a forked child, which never had it, does nothing."""
-        if self._key and self._key[0] != os.getpid():
-            return
-        _held.discard(self._key)
+        """Gives the lock up; in a forked child, which does not have it, does nothing."""
         if self._descriptor >= 0:
             descriptor, self._descriptor = self._descriptor, -1
             with contextlib.suppress(OSError):
                 os.close(descriptor)
 
 
-def lock(path: str) -> RecordLock | None:
-    """Takes the lock on the file at ``path``; returns None while anybody holds it.
+def lock(path: str) -> FileLock | None:
+    """Takes the lock of a folder, or of a file, which is made if it is not there.
 
-    Closing any descriptor of a file gives up the process's record locks on it, so a lock that this
-    process holds is known from a table, and its file is not opened again.
+    Returns None while anybody holds it.
     """
-    key = _key_of(path)
-    if key in _held:
-        return None
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | _CLOSE_ON_EXEC | _NO_FOLLOW, 0o666)
+    if os.path.isdir(path):
+        descriptor = os.open(path, os.O_RDONLY | _CLOSE_ON_EXEC | _NO_FOLLOW)
+    else:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | _CLOSE_ON_EXEC | _NO_FOLLOW, 0o666)
     try:
         if fcntl is not None:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(descriptor)
         if error.errno in (errno.EACCES, errno.EAGAIN):
             return None
-        if error.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL):
-            return RecordLock(-1)
+        if error.errno in _NO_LOCKS:
+            return FileLock(-1)
         raise
-    key = _key_of(path)
-    _held.add(key)
-    return RecordLock(descriptor, key)
+    return FileLock(descriptor)
 
 
-def _key_of(path: str) -> tuple[int, ...]:
-    """Returns what identifies a file within this process; empty when there is none."""
-    try:
-        found = os.stat(path)
-    except FileNotFoundError:
-        return ()
-    return os.getpid(), found.st_dev, found.st_ino
+def _let_go_in_child() -> None:
+    for held in list(_locks):
+        held.release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go_in_child)

@@ -85,14 +85,16 @@ def test_the_exception_save_is_made_in_spite_of_the_metric(
     """The error that ends the training does not take the training with it."""
     run = str(tmp_path / "run")
     state = sample_state(0)
-    with (
-        pytest.raises(ValueError, match="loss"),
-        waypost.Checkpointer(run, state) as checkpointer,
-    ):
-        for step in (1, 2):
-            put(state, step)
-            checkpointer.step_done({"loss": 1.0 / step})
-        _done(checkpointer, boundary, {"loss": bad})
+
+    def program() -> None:
+        with waypost.Checkpointer(run, state) as checkpointer:
+            for step in (1, 2):
+                put(state, step)
+                checkpointer.step_done({"loss": 1.0 / step})
+            _done(checkpointer, boundary, {"loss": bad})
+
+    with pytest.raises(ValueError, match="loss"):
+        program()
     (record,) = waypost.snapshots(run)
     assert record.problem is None
     assert record.step >= 2

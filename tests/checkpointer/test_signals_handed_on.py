@@ -47,10 +47,15 @@ def test_a_signal_before_the_end_of_the_block_ends_in_preempted(
     """No boundary comes any more: saved, then the exit code of the signal."""
     run = _run(tmp_path)
     state = sample_state(0)
-    with pytest.raises(waypost.Preempted) as caught, waypost.Checkpointer(run, state) as ckpt:
-        put(state, 1)
-        ckpt.step_done()
-        _send(number)
+
+    def program() -> None:
+        with waypost.Checkpointer(run, state) as ckpt:
+            put(state, 1)
+            ckpt.step_done()
+            _send(number)
+
+    with pytest.raises(waypost.Preempted) as caught:
+        program()
     assert caught.value.signal == number
     assert caught.value.code == 128 + number
     assert caught.value.step == 1
@@ -66,15 +71,17 @@ def test_preempted_at_the_end_also_when_nothing_is_left_to_save(
     run = _run(tmp_path)
     state = sample_state(0)
     save_on = ("signal", "end") if saved else ("signal",)
-    with (
-        pytest.raises(waypost.Preempted) as caught,
-        waypost.Checkpointer(run, state, save_on=save_on) as checkpointer,
-    ):
-        put(state, 1)
-        checkpointer.step_done()
-        if saved:
-            checkpointer.save()
-        _send(signal.SIGTERM)
+
+    def program() -> None:
+        with waypost.Checkpointer(run, state, save_on=save_on) as checkpointer:
+            put(state, 1)
+            checkpointer.step_done()
+            if saved:
+                checkpointer.save()
+            _send(signal.SIGTERM)
+
+    with pytest.raises(waypost.Preempted) as caught:
+        program()
     assert sorted(committed(run)) == [1]
     assert caught.value.url == snapshot_url(run, 1)
 
@@ -93,11 +100,16 @@ def test_the_trainings_own_error_is_the_one_seen(tmp_path: Path) -> None:
     """A signal and then an exception: the exception leaves the block, and the state is saved."""
     run = _run(tmp_path)
     state = sample_state(0)
-    with pytest.raises(RuntimeError, match="mine"), waypost.Checkpointer(run, state) as ckpt:
-        put(state, 1)
-        ckpt.step_done()
-        _send(signal.SIGTERM)
-        raise RuntimeError("mine")
+
+    def program() -> None:
+        with waypost.Checkpointer(run, state) as ckpt:
+            put(state, 1)
+            ckpt.step_done()
+            _send(signal.SIGTERM)
+            raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        program()
     assert sorted(committed(run)) == [1]
 
 
@@ -106,10 +118,15 @@ def test_a_handler_of_the_program_is_called_too(number: signal.Signals, tmp_path
     """Once, with the signal; and the run stops as ever."""
     got = _mine(number)
     state = sample_state(0)
-    with pytest.raises(waypost.Preempted), waypost.Checkpointer(_run(tmp_path), state) as ckpt:
-        _send(number)
-        assert got == [number]
-        ckpt.step_done()
+
+    def program() -> None:
+        with waypost.Checkpointer(_run(tmp_path), state) as ckpt:
+            _send(number)
+            assert got == [number]
+            ckpt.step_done()
+
+    with pytest.raises(waypost.Preempted):
+        program()
     assert got == [number]
 
 
@@ -117,9 +134,14 @@ def test_an_ignored_signal_is_still_a_signal_for_the_run(tmp_path: Path) -> None
     """Under nohup or a launcher that ignores it: the Checkpointer watches, nothing is called."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     state = sample_state(0)
-    with pytest.raises(waypost.Preempted), waypost.Checkpointer(_run(tmp_path), state) as ckpt:
-        _send(signal.SIGUSR1)
-        ckpt.step_done()
+
+    def program() -> None:
+        with waypost.Checkpointer(_run(tmp_path), state) as ckpt:
+            _send(signal.SIGUSR1)
+            ckpt.step_done()
+
+    with pytest.raises(waypost.Preempted):
+        program()
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
 
 
@@ -128,10 +150,15 @@ def test_ctrl_c_does_not_break_the_step_in_progress(tmp_path: Path) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     run = _run(tmp_path)
     state = sample_state(0)
-    with pytest.raises(waypost.Preempted), waypost.Checkpointer(run, state) as checkpointer:
-        _send(signal.SIGINT)
-        put(state, 1)
-        checkpointer.step_done()
+
+    def program() -> None:
+        with waypost.Checkpointer(run, state) as checkpointer:
+            _send(signal.SIGINT)
+            put(state, 1)
+            checkpointer.step_done()
+
+    with pytest.raises(waypost.Preempted):
+        program()
     assert sorted(committed(run)) == [1]
 
 
@@ -222,15 +249,17 @@ def test_preempted_names_a_snapshot_that_is_there(boundary: str, tmp_path: Path)
     other, run = _run(tmp_path, "other"), _run(tmp_path)
     save_step(other, 2)
     state = sample_state(0)
-    with (
-        pytest.raises(waypost.Preempted) as caught,
-        waypost.Checkpointer(run, state, resume=f"{other}@2") as checkpointer,
-    ):
-        _send(signal.SIGTERM)
-        if boundary == "step":
-            checkpointer.step_done()
-        elif boundary == "epoch":
-            checkpointer.epoch_done()
+
+    def program() -> None:
+        with waypost.Checkpointer(run, state, resume=f"{other}@2") as checkpointer:
+            _send(signal.SIGTERM)
+            if boundary == "step":
+                checkpointer.step_done()
+            elif boundary == "epoch":
+                checkpointer.epoch_done()
+
+    with pytest.raises(waypost.Preempted) as caught:
+        program()
     snapshot = waypost.open(caught.value.url)
     assert snapshot.step == caught.value.step == (3 if boundary == "step" else 2)
     assert snapshot.verify().ok

@@ -98,7 +98,7 @@ SOUND: list[tuple[Rule, str]] = [
     (rules.imports_of_torch, "import torchdata\nfrom waypost.state import torch\n"),
     (rules.task_words, "TO" + "DOS, XXH3, mktemp XXXXXX\n"),
     (rules.bare_ignores, "x = 1  # type: ignore[arg-type]\n"),
-    (rules.machine_paths, "see https://example.org/home/page and runs/work/x and docs/build/x\n"),
+    (rules.machine_paths, "see https://example.org/home/page and runs/night/x and docs/build/x\n"),
 ]
 
 

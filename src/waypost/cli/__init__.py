@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
+import os
 import sys
 from collections.abc import Sequence
 
@@ -18,11 +20,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns the exit code."""
     from waypost.cli import parser
 
+    _prepare_output()
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] == ["demo"]:
         return _demo(words[1:])
     chosen = parser.build().parse_args(words)
     return _run(chosen)
+
+
+def _prepare_output() -> None:
+    """Makes output work that was closed by the caller, or cannot hold every character."""
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - for the whole process
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _run(chosen: argparse.Namespace) -> int:

@@ -20,7 +20,7 @@ _INTEGER_BITS_MAX = 4096
 
 def number_text(value: float) -> str:
     """Returns a metric for people."""
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    return f"{value:.6g}" if isinstance(value, float) else str(plain(value))
 
 
 def print_json(document: object) -> None:

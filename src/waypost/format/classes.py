@@ -77,6 +77,8 @@ def by_registered_name(name: str, path: str) -> Registered:
     Raises:
         UnsupportedError: Nothing is registered under it in this process.
     """
+    if not isinstance(name, str):
+        raise FormatError(f"{path}: the name of a value type must be text")
     found = _by_name.get(name)
     if found is None:
         raise UnsupportedError(

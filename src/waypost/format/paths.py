@@ -19,6 +19,8 @@ Globs: TypeAlias = str | Iterable[str] | None
 _PLAIN = re.compile(r"[^~%/\x00-\x1f\x7f\ud800-\udfff][^%/\x00-\x1f\x7f\ud800-\udfff]*")
 _SPECIAL = re.compile(r"[%/\x00-\x1f\x7f\ud800-\udfff]")
 _RESERVED = "__metadata__"
+_CROSSING_STARS_MAX = 4
+"""Each may try every place of a path, for every place of the one before it."""
 
 
 def segment(key: str) -> str:
@@ -93,38 +95,68 @@ def matcher(globs: Globs) -> Callable[[str], bool]:
 
 
 def _compile(glob: str) -> re.Pattern[str]:
+    pattern = re.sub(r"\*{3,}", "**", re.sub(r"(\*\*/)+", "**/", glob))
+    if pattern.count("**") > _CROSSING_STARS_MAX:
+        raise ValueError(f"more than {_CROSSING_STARS_MAX} '**' in a pattern: {glob[:80]!r}")
+    segments = [".*" if segment == "**" else _translate(segment) for segment in pattern.split("/")]
+    text = "/".join(segments).replace("/.*/", "/(?:.*/)?")
+    text = "(?:.*/)?" + text[3:] if text.startswith(".*/") else text
+    below = "" if any(sign in glob for sign in "*?[") else "(?:/.*)?"
     try:
-        return re.compile(_translate(re.sub(r"(\*\*/)+", "**/", glob)))
+        return re.compile(f"(?s:{text}{below})")
     except re.error as error:
         raise ValueError(f"not a pattern of leaf paths: {glob!r}: {error}") from error
 
 
-def _translate(glob: str) -> str:
+def _translate(segment: str) -> str:
+    """Returns the expression for one segment of a glob.
+
+    Between two stars the first place that fits is the right one, since no star leaves the segment;
+    the expression is atomic there, so that it never tries all combinations.
+    """
+    if "**" in segment:
+        return ".*".join(_translate(part) for part in segment.split("**"))
+    first, *rest = (_translate_plain(part) for part in _split_stars(segment))
+    if not rest:
+        return first
+    *middle, last = rest
+    return first + "".join(f"(?>[^/]*?{part})" for part in middle) + "[^/]*" + last
+
+
+def _split_stars(segment: str) -> list[str]:
+    """Splits at stars that do not stand in a set."""
+    parts = [""]
+    position = 0
+    while position < len(segment):
+        end = segment.find("]", position + 2) if segment[position] == "[" else -1
+        if end > 0:
+            parts[-1] += segment[position : end + 1]
+            position = end + 1
+        elif segment[position] == "*":
+            parts.append("")
+            position += 1
+        else:
+            parts[-1] += segment[position]
+            position += 1
+    return parts
+
+
+def _translate_plain(part: str) -> str:
+    """Returns the expression for a piece of a glob without stars."""
     pieces: list[str] = []
     position = 0
-    while position < len(glob):
-        if glob.startswith("**/", position):
-            pieces.append("(?:.*/)?")
-            position += 3
-        elif glob.startswith("**", position):
-            pieces.append(".*")
-            position += 2
-        elif glob[position] == "*":
-            pieces.append("[^/]*")
-            position += 1
-        elif glob[position] == "?":
-            pieces.append("[^/]")
-            position += 1
-        elif glob[position] == "[" and (end := glob.find("]", position + 2)) > 0:
-            inside = glob[position + 1 : end].replace("\\", "\\\\")
-            negated = inside.startswith("!")
-            pieces.append(f"[^{inside[1:]}]" if negated else f"[{inside}]")
+    while position < len(part):
+        end = part.find("]", position + 2) if part[position] == "[" else -1
+        if end > 0:
+            inside = part[position + 1 : end].replace("\\", "\\\\")
+            inside = re.sub(r"([\[&~|])", r"\\\1", inside)
+            inside = "^" + inside[1:] if inside.startswith("!") else inside
+            pieces.append(f"(?!/)[{inside}]")
             position = end + 1
         else:
-            pieces.append(re.escape(glob[position]))
+            pieces.append("[^/]" if part[position] == "?" else re.escape(part[position]))
             position += 1
-    below = "" if any(sign in glob for sign in "*?[") else "(?:/.*)?"
-    return "(?s:" + "".join(pieces) + below + ")"
+    return "".join(pieces)
 
 
 def _percent(match: re.Match[str]) -> str:

@@ -198,7 +198,7 @@ class Decoder:
         except _BAD_NODE as error:
             if isinstance(error, (FormatError, UnsupportedError)):
                 raise
-            raise FormatError(f"{path}: bad value node {tag}: {error}") from error
+            raise FormatError(f"{path}: bad value node {tag[:40]}: {str(error)[:200]}") from error
 
     def _tagged(self, tag: str, payload: Any, path: str) -> Any:
         container = _FROM_CONTAINER.get(tag)

@@ -303,9 +303,9 @@ class Checkpointer:
         self._resumed_from = resumed.location.url
         self._parent = documents.Parent(step=manifest.step, attempt=manifest.attempt)
         self._epoch = manifest.epoch or 0
-        self._saved = (self._step, self._epoch)
         if resumed.location.url == (self._run / resumed.location.name).url:
             self._protected[resumed.location.name] = "resumed from"
+            self._saved = (self._step, self._epoch)
         if resumed.report.ignored:
             _log.warning(
                 "%s holds entries that the state does not: %s",

@@ -6,22 +6,23 @@ Policies see committed snapshots only. What must never go, whatever a policy say
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from waypost.audit.catalog import Record, committed
 
 
-class Keeping:
+class Keeping(ABC):
     """Base of what may be given as ``keep``."""
 
+    @abstractmethod
     def kept(self, records: Sequence[Record]) -> Mapping[str, str]:
         """Returns the names to keep, each with the reason.
 
         Args:
             records: Committed snapshots, newest first.
         """
-        raise NotImplementedError
 
     def __or__(self, other: Keeping) -> Keeping:
         """Returns a policy that keeps what either keeps."""

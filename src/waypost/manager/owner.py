@@ -116,12 +116,12 @@ def acquire(run: Location, *, at_least: int, durable: bool) -> Ownership:
 
 @contextlib.contextmanager
 def held(run: Location) -> Iterator[None]:
-    """Holds a run's lock for the block, so that no process starts in it; makes nothing new.
+    """Holds a run's lock for the block, so that no process starts in it.
 
     Raises:
         AlreadyOwnedError: A live process owns the run.
     """
-    if run.storage.size((run / names.RUN).path) is None:
+    if not run.storage.list(run.path):
         yield
         return
     lock = run.storage.lock((run / names.LOCK).path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -21,12 +22,12 @@ class Moment:
     since_save_s: float = 0.0
 
 
-class Trigger:
+class Trigger(ABC):
     """Base of what may be given as ``save_every``."""
 
+    @abstractmethod
     def due(self, moment: Moment) -> str | None:
         """Returns why a save is due at ``moment``, or None."""
-        raise NotImplementedError("a trigger says when it is due")
 
     def __or__(self, other: Trigger) -> Trigger:
         """Returns a trigger that is due when either is."""

@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from waypost.errors import UnsupportedError
+from waypost.errors import FormatError, UnsupportedError
 from waypost.format.jsontext import Json
 from waypost.format.tensornodes import TAG
 from waypost.state.tensors import TensorDecoder, TensorEncoder
@@ -67,6 +67,11 @@ class ExtensionEncoder:
         return small_node(value, path)
 
     def _array(self, array: np.ndarray[Any, Any], path: str) -> Json:
+        if _has_metadata(array.dtype):
+            raise UnsupportedError(
+                f"{path}: an array whose dtype carries metadata ({array.dtype.metadata})",
+                path=path,
+            )
         order = "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
         if order == "F":
             array = array.T
@@ -168,20 +173,20 @@ def check_stream(state: Any) -> None:
     """Refuses a numpy stream that would read outside of its own memory; numpy does not look.
 
     Raises:
-        ValueError: A position or a length is out of bounds.
+        FormatError: A position or a length is out of bounds.
     """
     inner = state["state"]
     bounds = {"MT19937": ("key", 624), "Philox": ("counter", 4)}
     name, length = bounds.get(state["bit_generator"], ("", 0))
     if name and np.shape(inner[name]) != (length,):
-        raise ValueError(f"a {state['bit_generator']} stream whose {name} has another length")
+        raise FormatError(f"a {state['bit_generator']} stream whose {name} has another length")
     positions = [(inner.get("pos", 0) if isinstance(inner, dict) else 0, 624)]
     positions += [(state.get("buffer_pos", 0), 4), (state.get("has_uint32", 0), 1)]
     if "buffer" in state and np.shape(state["buffer"]) != (4,):
-        raise ValueError("a stream whose buffer has another length")
+        raise FormatError("a stream whose buffer has another length")
     for position, limit in positions:
         if not 0 <= int(position) <= limit:
-            raise ValueError(f"a stream at position {position}, outside 0 to {limit}")
+            raise FormatError(f"a stream at position {position}, outside 0 to {limit}")
 
 
 def is_generator(value: object) -> bool:
@@ -225,8 +230,8 @@ def _dtype_node(dtype: np.dtype[Any], path: str) -> Json:
             f"{path}: numpy data of dtype {dtype} holds Python objects; convert it first", path=path
         )
     try:
-        node = _described(np.lib.format.dtype_to_descr(dtype))
-        is_exact = repr(_dtype(node)) == repr(dtype) and not dtype.metadata
+        node = None if _has_metadata(dtype) else _described(np.lib.format.dtype_to_descr(dtype))
+        is_exact = node is not None and repr(_dtype(node)) == repr(dtype)
     except (ValueError, TypeError):
         is_exact = False
     if not is_exact:
@@ -234,6 +239,13 @@ def _dtype_node(dtype: np.dtype[Any], path: str) -> Json:
             f"{path}: the numpy dtype {dtype!r} cannot be described exactly", path=path
         )
     return node
+
+
+def _has_metadata(dtype: np.dtype[Any]) -> bool:
+    """Tells whether a dtype, or any part of it, carries notes that a description leaves out."""
+    parts = [dtype[name] for name in dtype.names or ()]
+    parts += [dtype.subdtype[0]] if dtype.subdtype else []
+    return bool(dtype.metadata) or any(map(_has_metadata, parts))
 
 
 def _described(description: Any) -> Json:
@@ -257,7 +269,8 @@ def _field(node: Any) -> Any:
 
 def _scalar(value: np.generic, path: str) -> Json:
     dtype = _dtype_node(value.dtype, path)
-    return [dtype, base64.b64encode(value.tobytes()).decode("ascii")]
+    data = value.tobytes()[: value.dtype.itemsize]  # numpy gives empty text a terminator
+    return [dtype, base64.b64encode(data).decode("ascii")]
 
 
 def _from_scalar(payload: Any) -> Any:

@@ -201,7 +201,9 @@ class TensorDecoder:
         except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
             if isinstance(error, (FormatError, UnsupportedError)):
                 raise
-            raise FormatError(f"{path}: the tensor cannot be put together: {error}") from error
+            raise FormatError(
+                f"{path}: the tensor cannot be put together: {str(error)[:200]}"
+            ) from error
         return _with_attributes(made, description, path)
 
     def _make(self, description: dict[str, Any], path: str) -> torch.Tensor:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     )
     from waypost.format.classes import register_class, register_value
     from waypost.manager.checkpointer import Checkpointer
-    from waypost.manager.keeping import KeepEvery, KeepLast
+    from waypost.manager.keeping import KeepBest, KeepEvery, KeepLast
     from waypost.manager.prune import PruneReport, prune
     from waypost.manager.runs import latest, snapshots
     from waypost.manager.timing import AtSteps, EveryEpochs, EveryMinutes, EverySteps
@@ -93,6 +93,7 @@ _HOMES: dict[str, tuple[str, str]] = {
     "AtSteps": ("manager.timing", "AtSteps"),
     "KeepLast": ("manager.keeping", "KeepLast"),
     "KeepEvery": ("manager.keeping", "KeepEvery"),
+    "KeepBest": ("manager.keeping", "KeepBest"),
     "latest": ("manager.runs", "latest"),
     "snapshots": ("manager.runs", "snapshots"),
     "prune": ("manager.prune", "prune"),
@@ -124,6 +125,7 @@ __all__ = [
     "AtSteps",
     "KeepLast",
     "KeepEvery",
+    "KeepBest",
     "latest",
     "snapshots",
     "prune",

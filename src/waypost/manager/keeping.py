@@ -6,9 +6,11 @@ Policies see committed snapshots only. What must never go, whatever a policy say
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from waypost.audit.catalog import Record, committed
 
@@ -42,6 +44,43 @@ class KeepLast(Keeping):
     def kept(self, records: Sequence[Record]) -> Mapping[str, str]:
         """Returns the names to keep, each with the reason."""
         return {record.name: f"one of the last {self.count}" for record in records[: self.count]}
+
+
+@dataclass(frozen=True, slots=True)
+class KeepBest(Keeping):
+    """Keeps the ``count`` snapshots with the best value of a metric.
+
+    Values are those stored with the snapshots, at full precision. NaN and a missing value rank
+    last, and never displace a number; of equal values the newer snapshot is better.
+
+    Args:
+        count: How many to keep.
+        metric: Name of the metric, such as ``"val/loss"``.
+        mode: ``"min"`` or ``"max"``: which values are better. Never guessed.
+    """
+
+    count: int
+    metric: str
+    mode: Literal["min", "max"]
+
+    def __post_init__(self) -> None:
+        if type(self.count) is not int or self.count < 1:
+            raise ValueError(f"count must be an integer from 1 on, not {self.count!r}")
+        if self.mode not in ("min", "max"):
+            raise ValueError(f"mode must be 'min' or 'max', not {self.mode!r}")
+
+    def kept(self, records: Sequence[Record]) -> Mapping[str, str]:
+        """Returns the names to keep, each with the reason."""
+        ranked = [
+            (value if self.mode == "min" else -value, age, record)
+            for age, record in enumerate(records)
+            if (value := record.metrics.get(self.metric)) is not None and not math.isnan(value)
+        ]
+        ranked.sort(key=lambda row: row[:2])
+        return {
+            record.name: f"best {self.metric} ({self.mode}): {record.metrics[self.metric]:g}"
+            for _, _, record in ranked[: self.count]
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

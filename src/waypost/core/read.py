@@ -20,7 +20,7 @@ from waypost.errors import CorruptionError
 from waypost.format.digests import Algorithm
 from waypost.storage import ReadFile
 
-_CACHED_BYTES = 1 * limits.MIB
+_CACHED_BYTES = 512 * limits.KIB
 """Bytes read by one call: they are still in a core's cache when they are digested."""
 
 _DIRECT_BYTES_MIN = 64 * limits.KIB

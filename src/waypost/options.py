@@ -27,7 +27,7 @@ class Options:
             snapshot survives a crash of the process, not one of the machine.
         digest: ``"xxh3-128"`` (as fast as memory; finds accidents) or ``"blake3"`` (cryptographic,
             needs the package ``blake3``; for writers that are not trusted).
-        workers: Threads that write or read. Default 2: one copies and digests while the other
+        workers: Threads that write or read. Default 3: some copy and digest while another
             waits for the disk.
         segment_bytes: Bytes of one write or read call, a multiple of 256 KiB. Default 8 MiB.
         direct_io: Bypass the page cache when writing where the file system allows it. Default:
@@ -53,7 +53,7 @@ class Settings:
     allow_pickle: bool = False
     durable: bool = True
     digest: str = "xxh3-128"
-    workers: int = 2
+    workers: int = 3
     segment_bytes: int = limits.SEGMENT_BYTES
     direct_io: bool = True
     file_bytes_max: int = limits.FILE_BYTES_MAX

@@ -1,8 +1,8 @@
 """Files on their way to a storage, digested while their bytes are in a core's cache.
 
 Each worker carries one segment at a time: gather it into aligned memory, or leave it where it lies
-if the storage does not ask for alignment; digest it chunk by chunk; write it. With two workers one
-copies and digests while the other waits for the disk. Extra memory: one segment for each worker.
+if the storage does not ask for alignment; digest it chunk by chunk; write it. With several workers
+some copy and digest while another waits for the disk. Extra memory: one segment for each worker.
 """
 
 from __future__ import annotations

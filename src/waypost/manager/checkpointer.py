@@ -318,8 +318,8 @@ class Checkpointer:
         """Notes that later snapshots were passed over, so that no later start takes them.
 
         Resuming from another run gives up all snapshots of this one. A roll-back that was asked for
-        holds at once. One that came of falling back holds from the
-        first commit on: until then the passed-over snapshot may turn out to be readable after all.
+        holds at once. One that came of falling back holds from the first commit on: until then the
+        passed-over snapshot may turn out to be readable after all.
         """
         if self._resumed_from is None:
             return

@@ -50,7 +50,8 @@ class Difference:
     """One way in which a target and a snapshot disagree.
 
     ``kind`` is one of ``missing`` (the target has it, the snapshot does not), ``unexpected`` (the
-    snapshot has it, the target does not), ``shape``, ``dtype``, ``type``, ``group``, ``tie``.
+    snapshot has it, the target does not), ``shape``, ``dtype``, ``type``, ``group``, ``tie``, or
+    ``ranks`` (ranks differ from one another; ``expected`` and ``actual`` say who has what).
     """
 
     kind: str
@@ -63,6 +64,8 @@ class Difference:
             return f"missing     {self.path}: the target wants {self.expected}"
         if self.kind == "unexpected":
             return f"unexpected  {self.path}: the snapshot holds {self.actual}"
+        if self.kind == "ranks":
+            return f"ranks       {self.path}: {self.expected}, {self.actual}"
         return f"{self.kind:<11} {self.path}: target {self.expected}, snapshot {self.actual}"
 
 

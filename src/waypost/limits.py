@@ -78,3 +78,26 @@ FOLDER_DEPTH_MAX: Final = 16
 
 ROLLBACKS_MAX: Final = 500
 """Roll-backs that ``run.json`` remembers; retention has long removed what older ones gave up."""
+
+# Ranks.
+WORLD_SIZE_MAX: Final = 1_000_000
+"""Ranks of one job; the largest known have some 100,000."""
+
+SHARDING_CHARACTERS_MAX: Final = 64 * MIB
+"""A mesh takes some 20 characters; boxes named one by one, some 20 for each rank."""
+
+TIMEOUT_S: Final = 180.0
+"""How long ranks wait for one another without any progress. Longer than any rank compiles or
+collects garbage between two steps, shorter than the watchdogs of collective libraries."""
+
+TIMEOUT_S_MAX: Final = 7 * 24 * 3600.0
+"""A week, in seconds: beyond that a number is a mistake, and some stores fail."""
+
+BEAT_S: Final = 1.0
+"""How often, at most, a rank that writes or reads tells the others of its progress."""
+
+DIFFERENCES_MAX: Final = 1000
+"""Differences between ranks that one rank reports to the others."""
+
+EXCHANGE_BYTES: Final = 8 * MIB
+"""One message between ranks that share what they read; small tensors travel together in one."""

@@ -34,6 +34,12 @@ class Options:
             yes; it takes a third to a seventh of the processor time of buffered writing.
         file_bytes_max: Size in bytes from which on data goes to a next file. Default 64 GiB.
         check_space: Compare the bytes needed with the bytes free before writing. Default: yes.
+        timeout_s: Seconds that ranks wait for one another without any progress. Default 180:
+            longer than ranks drift apart, shorter than the watchdogs of collective libraries.
+        check_replicas: Compare, by digest, what several ranks hold alike by declaration or by
+            their sharding. Default: no. What nobody declared is always compared.
+        share_reads: Read what several ranks want on one of them, and send it to the others.
+            Default: yes; on one machine with fast disks, no may be faster.
     """
 
     allow_pickle: bool = False
@@ -44,6 +50,9 @@ class Options:
     direct_io: bool | None = None
     file_bytes_max: int | None = None
     check_space: bool | None = None
+    timeout_s: float | None = None
+    check_replicas: bool | None = None
+    share_reads: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +67,9 @@ class Settings:
     direct_io: bool = True
     file_bytes_max: int = limits.FILE_BYTES_MAX
     check_space: bool = True
+    timeout_s: float = limits.TIMEOUT_S
+    check_replicas: bool = False
+    share_reads: bool = True
 
 
 def resolve(options: Options | None, environment: Mapping[str, str] | None = None) -> Settings:
@@ -99,6 +111,7 @@ _TRUTH = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no"
 _PARSERS: dict[type, Callable[[str], Any]] = {
     bool: lambda text: _TRUTH[text.strip().lower()],
     int: lambda text: int(text.replace("_", "")),
+    float: float,
     str: lambda text: text.strip(),
 }
 
@@ -111,6 +124,10 @@ def _check(settings: Settings) -> None:
     if settings.segment_bytes < limits.CHUNK_BYTES or settings.segment_bytes % limits.CHUNK_BYTES:
         raise ValueError(
             f"segment_bytes={settings.segment_bytes}: expected a multiple of {limits.CHUNK_BYTES}"
+        )
+    if not 0 < settings.timeout_s < limits.TIMEOUT_S_MAX:
+        raise ValueError(
+            f"timeout_s={settings.timeout_s}: expected seconds, below {limits.TIMEOUT_S_MAX}"
         )
     if settings.file_bytes_max < limits.CHUNK_BYTES:
         raise ValueError(

@@ -3,30 +3,98 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+
+import msgspec
 
 from waypost import limits
 from waypost.errors import CorruptionError, FormatError, NotFoundError, WaypostError
-from waypost.format import digests, documents, names, paths, safetensors
+from waypost.format import digests, documents, names, paths, safetensors, shards, trees
 from waypost.format.documents import DataFile, FileRecord, Index, Manifest, Structure
+from waypost.format.jsontext import Json
 from waypost.storage import Location, ReadFile
 
 
-@dataclass(frozen=True, slots=True)
 class Documents:
-    """Everything about a snapshot but its data."""
+    """Everything about a snapshot but its data; rank indexes are read when they are asked for.
 
-    manifest: Manifest
-    structure: Structure
-    indexes: tuple[Index, ...]
+    Attributes:
+        location: The snapshot.
+        manifest: Its manifest.
+        structure: What all ranks share.
+    """
+
+    def __init__(self, location: Location, manifest: Manifest, structure: Structure) -> None:
+        self.location = location
+        self.manifest = manifest
+        self.structure = structure
+        self._indexes: dict[int, Index] = {}
+        self._entries: dict[int | None, dict[str, documents.Entry]] = {}
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks saved it."""
+        return self.manifest.world_size
+
+    def index(self, rank: int) -> Index:
+        """Returns what ``rank`` wrote.
+
+        Raises:
+            CorruptionError, FormatError: Its index is damaged.
+        """
+        if rank not in self._indexes:
+            if not 0 <= rank < self.world_size:
+                raise FormatError(f"{self.location.url}: rank {rank} of {self.world_size}")
+            record = self.manifest.indexes[rank]
+            index = documents.decode_index(read_document(self.location, record), record.path)
+            if index.rank != rank:
+                raise FormatError(
+                    f"{record.path}: is the index of rank {index.rank}, not of {rank}"
+                )
+            self._indexes[rank] = index
+        return self._indexes[rank]
+
+    @property
+    def indexes(self) -> list[Index]:
+        """The indexes of all ranks."""
+        return [self.index(rank) for rank in range(self.world_size)]
 
     @property
     def entries(self) -> dict[str, documents.Entry]:
-        """The entries that all ranks share, and those of rank 0, in the order of the manifest."""
-        own = self.indexes[0].entries
-        found = {**self.structure.entries, **own}
-        return {name: found[name] for name in self.manifest.entries if name in found}
+        """The entries as rank 0 sees them; see :meth:`entries_of`."""
+        return self.entries_of(0)
+
+    def entries_of(self, rank: int | None) -> dict[str, documents.Entry]:
+        """Returns the entries as ``rank`` sees them, in the order of the manifest.
+
+        For None, those that are per rank are as rank 0's, and what is per rank within the others
+        stays a placeholder.
+
+        Raises:
+            FormatError: Manifest and documents name different entries.
+        """
+        if rank not in self._entries:
+            index = self.index(rank or 0)
+            found = {**self.structure.entries, **index.entries}
+            if set(self.manifest.entries) != set(found):
+                raise FormatError(
+                    f"{self.location.url}: manifest and documents name different entries"
+                )
+            if rank is not None and self.world_size > 1:
+                found = {name: _with_nodes(name, e, index.nodes) for name, e in found.items()}
+            self._entries[rank] = {name: found[name] for name in self.manifest.entries}
+        return self._entries[rank]
+
+
+def _with_nodes(name: str, entry: documents.Entry, nodes: Mapping[str, Json]) -> documents.Entry:
+    """Returns an entry with a rank's own nodes in place of placeholders, as far as it has any."""
+
+    def change(node: Json, at: str) -> Json:
+        is_placeholder = isinstance(node, dict) and trees.PER_RANK in node and len(node) == 1
+        return nodes.get(at, trees.DROP) if is_placeholder else node
+
+    tree = trees.changed(entry.tree, paths.segment(name), change)
+    return msgspec.structs.replace(entry, tree=tree)
 
 
 def read_manifest(snapshot: Location) -> Manifest:
@@ -45,24 +113,21 @@ def read_manifest(snapshot: Location) -> Manifest:
     return documents.decode_manifest(data, location.url)
 
 
-def open_documents(snapshot: Location) -> Documents:
+def open_documents(snapshot: Location, manifest: Manifest | None = None) -> Documents:
     """Returns the manifest and all that it names but data files, each checked by its digest.
+
+    Args:
+        snapshot: Where.
+        manifest: When it was read already.
 
     Raises:
         NotFoundError, CorruptionError, FormatError: As :func:`read_manifest`.
     """
-    manifest = read_manifest(snapshot)
+    if manifest is None:
+        manifest = read_manifest(snapshot)
     structure_data = read_document(snapshot, manifest.structure)
     structure = documents.decode_structure(structure_data, manifest.structure.path)
-    indexes = []
-    for rank, record in enumerate(manifest.indexes):
-        index = documents.decode_index(read_document(snapshot, record), record.path)
-        if index.rank != rank:
-            raise FormatError(f"{record.path}: is the index of rank {index.rank}, not of {rank}")
-        indexes.append(index)
-    if set(manifest.entries) != set(structure.entries) | set(indexes[0].entries):
-        raise FormatError(f"{snapshot.url}: manifest and documents name different entries")
-    return Documents(manifest, structure, tuple(indexes))
+    return Documents(snapshot, manifest, structure)
 
 
 def read_document(snapshot: Location, record: FileRecord) -> bytes:
@@ -151,7 +216,8 @@ def leaf_finder(entry: str, items: dict[str, safetensors.Item]) -> Callable[[int
         number = bisect.bisect_right(starts, position) - 1
         if number < 0:
             return None
-        return paths.path_of(entry, ordered[number][1])
+        key, _ = shards.parse_key(ordered[number][1])
+        return paths.path_of(entry, key)
 
     return find
 

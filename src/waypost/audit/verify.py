@@ -5,14 +5,14 @@ Problems are collected, not raised, so that one look shows all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from waypost import limits
 from waypost.audit import opening
 from waypost.errors import CorruptionError, FormatError, NotFoundError, StorageError, WaypostError
 from waypost.format import digests, documents, paths, safetensors
-from waypost.format.documents import DataFile
+from waypost.format.documents import DataFile, Index
 from waypost.format.tensornodes import Consistency
 from waypost.storage import Location, ReadFile
 
@@ -116,9 +116,9 @@ def verify(
     manifest = opened.manifest
     named = {documents.MANIFEST, manifest.structure.path}
     named.update(record.path for record in manifest.indexes)
-    stored: dict[tuple[str, str], safetensors.Item] = {}
+    consistency = Consistency()
     first_chunk = 0
-    for index in opened.indexes:
+    for index in _indexes(opened, findings):
         algorithm = digests.algorithm(index.algorithm)
         for file in index.files:
             path = opening.data_path(manifest, file)
@@ -127,9 +127,9 @@ def verify(
             check = _FileCheck(snapshot, path, file, algorithm, index.chunk_bytes, first_chunk)
             first_chunk += chunks
             items = check.run(findings, fraction or Fraction(), deep=deep, advance=advance)
-            stored.update({(file.entry, key): item for key, item in items.items()})
+            _collect(consistency, file.entry, index.rank, items, findings)
     if not findings.problems:
-        _check_consistency(opened, stored, findings)
+        _check_consistency(opened, consistency, findings)
     return VerifyReport(
         snapshot.url,
         tuple(findings.problems),
@@ -195,16 +195,42 @@ class _FileCheck:
                 findings.problems.append(Problem("corrupt", self.path, leaf, message))
 
 
-def _check_consistency(
-    opened: opening.Documents,
-    stored: dict[tuple[str, str], safetensors.Item],
+def _indexes(opened: opening.Documents, findings: _Findings) -> Iterator[Index]:
+    """Yields the indexes of all ranks; notes those that are damaged."""
+    for rank in range(opened.world_size):
+        try:
+            yield opened.index(rank)
+        except WaypostError as error:
+            findings.add(error, opened.manifest.indexes[rank].path)
+
+
+def _collect(
+    consistency: Consistency,
+    entry: str,
+    rank: int,
+    items: dict[str, safetensors.Item],
     findings: _Findings,
 ) -> None:
-    consistency = Consistency()
     try:
-        for name, entry in opened.entries.items():
+        consistency.add_items(entry, rank, items)
+    except FormatError as error:
+        findings.add(error, entry)
+
+
+def _check_consistency(
+    opened: opening.Documents, consistency: Consistency, findings: _Findings
+) -> None:
+    try:
+        for name, entry in opened.structure.entries.items():
             consistency.add_tree(entry.tree, paths.segment(name))
-        consistency.check(stored)
+        for rank in range(opened.world_size):
+            opened.entries_of(rank)
+            index = opened.index(rank)
+            for name, entry in index.entries.items():
+                consistency.add_tree(entry.tree, paths.segment(name), rank)
+            for path, node in index.nodes.items():
+                consistency.add_tree(node, path, rank)
+        consistency.check()
     except FormatError as error:
         findings.add(error, opened.manifest.structure.path)
 

@@ -45,7 +45,11 @@ def show(chosen: argparse.Namespace) -> int:
     """Shows what is in a snapshot: facts, entries and leaves."""
     location = locate(chosen.snapshot)
     documents = opening.open_documents(location)
-    leaves = leaf_infos(documents.entries, chosen.glob or None)
+    leaves = leaf_infos(
+        documents.entries_of(0 if documents.world_size == 1 else None),
+        chosen.glob or None,
+        documents.structure.cuts,
+    )
     stats = _stats(location.url, chosen.snapshot, leaves) if chosen.stats else {}
     facts = _facts(documents.manifest, location.url)
     if chosen.json:

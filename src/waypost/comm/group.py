@@ -1,20 +1,68 @@
-"""The group of ranks that save and load together."""
+"""The group of ranks that save and load together, as the rest of Waypost sees it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Protocol
 
-from waypost.errors import UnsupportedError
+from waypost.format.shardings import Ranks
+
+
+class Channel(Protocol):
+    """Small messages between ranks under names that are used once; safe to call from any thread."""
+
+    def now(self) -> float:
+        """Returns seconds on the clock that the waits of this channel go by."""
+        ...
+
+    def set(self, key: str, value: bytes) -> None:
+        """Makes ``value`` visible to all ranks."""
+        ...
+
+    def wait(self, keys: Sequence[str], timeout_s: float) -> dict[str, bytes]:
+        """Returns the values of ``keys`` once all are there, or of those that are in time."""
+        ...
+
+    def add(self, key: str, count: int) -> int:
+        """Adds to a counter, which starts at 0, and returns what it is then."""
+        ...
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Removes keys; those that are not there are no error."""
+        ...
+
+
+class Exchange(Protocol):
+    """Bulk bytes between pairs of ranks, in the order in which both sides ask for them."""
+
+    def send(self, data: memoryview, rank: int) -> None:
+        """Returns once ``rank`` has ``data``, or is sure to get it."""
+        ...
+
+    def receive(self, data: memoryview, rank: int) -> None:
+        """Fills ``data`` with the next message from ``rank``, which has the same length."""
+        ...
+
+    def close(self) -> None:
+        """Ends the exchange."""
+        ...
 
 
 class Group(Protocol):
     """Who takes part in a save or load.
 
     Attributes:
-        rank: This process, from 0.
-        world_size: How many there are.
+        ranks: This process among them.
+        channel: For small messages.
+        opened: How many collective calls this process has seen begin; kept here, because it must
+            outlive each of them.
+        leftovers: Keys of calls that failed, which rank 0 removes after the next that succeeds.
     """
+
+    ranks: Ranks
+    channel: Channel
+    opened: int
+    leftovers: list[str]
 
     @property
     def rank(self) -> int:
@@ -26,21 +74,61 @@ class Group(Protocol):
         """How many processes take part."""
         ...
 
+    def reach(self, phase: str) -> None:
+        """Called at the begin of each phase of a collective call; tests put faults here."""
+        ...
 
-@dataclass(frozen=True, slots=True)
+    def exchange(self, name: str, timeout_s: float) -> Exchange:
+        """Returns a way to exchange bulk bytes; collective.
+
+        Args:
+            name: Unique to this call.
+            timeout_s: Longest wait for one message.
+        """
+        ...
+
+
 class Solo:
-    """A process on its own."""
+    """A process on its own, which agrees with itself."""
 
-    rank: int = 0
-    world_size: int = 1
+    def __init__(self) -> None:
+        self.ranks = Ranks()
+        self.channel: Channel = _NoChannel()
+        self.opened = 0
+        self.leftovers: list[str] = []
+
+    @property
+    def rank(self) -> int:
+        """Zero."""
+        return 0
+
+    @property
+    def world_size(self) -> int:
+        """One."""
+        return 1
+
+    def reach(self, phase: str) -> None:
+        """Does nothing."""
+
+    def exchange(self, name: str, timeout_s: float) -> Exchange:
+        """Is never called: there is nobody to exchange with."""
+        raise AssertionError(f"an exchange {name!r} of one process")
 
 
-def group_of(process_group: object) -> Group:
-    """Returns the group for what a caller passed as ``process_group``.
+class _NoChannel:
+    """The channel of a process on its own, which nothing is ever sent through."""
 
-    Raises:
-        UnsupportedError: Several ranks, which this version does not coordinate yet.
-    """
-    if process_group is None:
-        return Solo()
-    raise UnsupportedError("process_group: this version saves from one process only")
+    def now(self) -> float:
+        raise AssertionError("a process on its own waits for nobody")
+
+    def set(self, key: str, value: bytes) -> None:
+        raise AssertionError(f"a message {key!r} of one process")
+
+    def wait(self, keys: Sequence[str], timeout_s: float) -> dict[str, bytes]:
+        raise AssertionError(f"a wait for {keys!r} of one process")
+
+    def add(self, key: str, count: int) -> int:
+        raise AssertionError(f"a counter {key!r} of one process")
+
+    def delete(self, keys: Sequence[str]) -> None:
+        raise AssertionError(f"keys {keys!r} of one process")

@@ -95,8 +95,20 @@ class _Segment:
     """Target, and the range of file data that goes to it."""
 
 
-def read_files(reads: Sequence[FileRead], *, threads: int, segment_bytes: int) -> int:
+def read_files(
+    reads: Sequence[FileRead],
+    *,
+    threads: int,
+    segment_bytes: int,
+    advance: Callable[[int], None],
+) -> int:
     """Fills every target and returns the bytes read from the storage.
+
+    Args:
+        reads: What to read.
+        threads: How many work at it.
+        segment_bytes: Bytes that one thread reads at a time.
+        advance: Told of bytes read, from any thread; what it raises ends the reading.
 
     Raises:
         CorruptionError: A digest does not fit, or a file is shorter than it should be. Targets
@@ -106,7 +118,7 @@ def read_files(reads: Sequence[FileRead], *, threads: int, segment_bytes: int) -
     threads = 1 if wanted <= segment_bytes // 2 else threads
     counts: list[int] = []
     segments = (segment for read in reads for segment in _segments(read, segment_bytes))
-    workers.run(segments, lambda: _Reader(segment_bytes, counts).read, threads=threads)
+    workers.run(segments, lambda: _Reader(segment_bytes, counts, advance).read, threads=threads)
     return sum(counts)
 
 
@@ -146,8 +158,11 @@ def _segments(read: FileRead, segment_bytes: int) -> Iterator[_Segment]:
 class _Reader:
     """What one thread owns: its memory for bytes that do not go straight to a target."""
 
-    def __init__(self, segment_bytes: int, counts: list[int]) -> None:
+    def __init__(
+        self, segment_bytes: int, counts: list[int], advance: Callable[[int], None]
+    ) -> None:
         self._segment_bytes = segment_bytes
+        self._advance = advance
         self._counts = counts
         self._memory: memoryview | None = None
 
@@ -169,6 +184,7 @@ class _Reader:
             out[:] = data
         for target, start, stop in segment.parts:
             target.finish(stop - start)
+        self._advance(segment.stop - segment.start)
 
     def _layout(
         self, segment: _Segment

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from waypost import limits
@@ -49,7 +49,11 @@ class _Segment:
 
 
 def write_files(
-    folder: Location, plans: Sequence[FilePlan], algorithm: Algorithm, settings: Settings
+    folder: Location,
+    plans: Sequence[FilePlan],
+    algorithm: Algorithm,
+    settings: Settings,
+    advance: Callable[[int], None],
 ) -> list[DataFile]:
     """Writes all files and returns their records; if durable, every byte is on the medium.
 
@@ -58,6 +62,7 @@ def write_files(
         plans: The files.
         algorithm: For the digests.
         settings: Threads, segment size, direct I/O, durability.
+        advance: Told of bytes written, from any thread; what it raises ends the writing.
 
     Raises:
         StorageError: A write or a sync failed; some files may be there in part.
@@ -68,7 +73,7 @@ def write_files(
     try:
         workers.run(
             _segments(folder, plans, settings, begun),
-            lambda: _Writer(algorithm, settings).write,
+            lambda: _Writer(algorithm, settings, advance).write,
             threads=threads,
         )
     finally:
@@ -99,9 +104,12 @@ def _segments(
 class _Writer:
     """What one thread owns: its memory for one segment."""
 
-    def __init__(self, algorithm: Algorithm, settings: Settings) -> None:
+    def __init__(
+        self, algorithm: Algorithm, settings: Settings, advance: Callable[[int], None]
+    ) -> None:
         self._algorithm = algorithm
         self._settings = settings
+        self._advance = advance
         self._memory: memoryview | None = None
 
     def write(self, segment: _Segment) -> None:
@@ -118,6 +126,7 @@ class _Writer:
             if padding:
                 views = [self._buffer()[: segment.stop - segment.start + padding]]
             progress.file.write(len(plan.header) + segment.start, views)
+        self._advance(segment.stop - segment.start)
         with progress.guard:
             progress.remaining -= 1
             is_last = progress.remaining == 0

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 MARKER = ".waypost-demo"
 PICTURE = "loss.png"
-COURSES = ("undisturbed", "restarted")
+COURSES = ("undisturbed", "restarted", "moved")
 NEEDS = {
     "torch": "torch",
     "torchdata": "torchdata",
@@ -70,12 +70,21 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="3 kills in 300 steps")
     parser.add_argument("--keep", action="store_true", help="keep the snapshots of both runs")
     parser.add_argument(
+        "--ranks",
+        type=int,
+        choices=(2, 4),
+        help="train a sharded job on that many ranks, kill it rank by rank, move it to others",
+    )
+    parser.add_argument(
         "--forget",
         choices=ENTRIES,
         metavar="ENTRY",
         help="leave ENTRY out of the state, to see what goes wrong",
     )
     options = parser.parse_args(argv)
+    if options.ranks is not None:
+        _set_ranks_defaults(parser, options)
+        return options
     if options.kills is None:
         options.kills = 3 if options.quick else 12
     if options.steps is None:
@@ -85,6 +94,17 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     if options.steps < 20 * (options.kills + 2):
         parser.error(f"{options.kills} kills need at least {20 * (options.kills + 2)} steps")
     return options
+
+
+def _set_ranks_defaults(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    if options.forget is not None:
+        parser.error("--forget is of the demo on one process")
+    if options.kills is None:
+        options.kills = 2 if options.quick else 4
+    if options.steps is None:
+        options.steps = 60 if options.quick else 120
+    if not 0 <= options.kills <= 100 or options.steps < 10 * (options.kills + 1):
+        parser.error(f"{options.kills} kills need at least {10 * (options.kills + 1)} steps")
 
 
 def _prepare(directory: Path) -> str | None:
@@ -110,6 +130,10 @@ def _run(options: argparse.Namespace) -> int:
 
     console = Console()
     started_s = time.monotonic()
+    if options.ranks is not None:
+        is_same = _run_ranks(console, options)
+        console.print(f"Files: {options.dir}. Took {time.monotonic() - started_s:.0f} s.")
+        return EXIT_SAME if is_same else EXIT_DIFFERENT
     undisturbed, restarted = (
         Course(
             directory=(options.dir / name).absolute(),
@@ -118,7 +142,7 @@ def _run(options: argparse.Namespace) -> int:
             save_every=5,
             forget=options.forget,
         )
-        for name in COURSES
+        for name in COURSES[:2]
     )
     console.print(f"Training {options.steps} steps, undisturbed.")
     train_undisturbed(undisturbed)
@@ -131,6 +155,41 @@ def _run(options: argparse.Namespace) -> int:
             shutil.rmtree(course.run)
     console.print(f"Files: {options.dir}. Took {time.monotonic() - started_s:.0f} s.")
     return EXIT_SAME if is_same else EXIT_DIFFERENT
+
+
+def _run_ranks(console: Console, options: argparse.Namespace) -> bool:
+    from waypost.demo import ranks as job
+    from waypost.demo.report import print_checks
+
+    count, steps = options.ranks, options.steps
+    counts = (count, 1, 2 if count == 4 else 4)
+    undisturbed, restarted, moved = (
+        job.RanksCourse(folder=(options.dir / name).absolute(), seed=options.seed)
+        for name in COURSES
+    )
+
+    def tell(kill: job.Kill) -> None:
+        console.print(f"  SIGKILL to rank {kill.rank} after step {kill.step}")
+
+    console.print(f"Training {steps} steps on {count} ranks, undisturbed.")
+    job.train_undisturbed(undisturbed, count, steps)
+    console.print(f"Training again, with {options.kills} kills, each of another rank.")
+    job.train_killed(restarted, count, steps, options.kills, tell)
+    console.print(f"Training again, on {' → '.join(map(str, counts))} ranks.")
+    job.train_moved(moved, counts, steps)
+    checks = job.compare(undisturbed, restarted, count, steps)
+    checks.append(job.compare_moved(undisturbed, moved, counts))
+    print_checks(console, checks)
+    is_same = all(check.problem is None for check in checks)
+    if is_same:
+        console.print(
+            f"On {count} ranks both runs are the same, bit for bit; on other numbers of ranks "
+            f"losses agree within the tolerance."
+        )
+        if not options.keep:
+            for course in (undisturbed, restarted, moved):
+                shutil.rmtree(course.run)
+    return is_same
 
 
 def _train_restarted(console: Console, course: Course, options: argparse.Namespace) -> list[Strike]:

@@ -97,9 +97,13 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Structure(msgspec.Struct, frozen=True, kw_only=True):
-    """The entries that all ranks share."""
+    """The entries that all ranks share.
+
+    ``cuts`` says who wrote what all ranks hold alike; see :mod:`waypost.format.cuts`.
+    """
 
     entries: dict[str, Entry]
+    cuts: list[tuple[str, int, int]] = []
 
 
 class DataFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,14 +123,14 @@ class DataFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Index(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank wrote: its files, its part of sharded leaves, and its own entries."""
+    """What one rank wrote: its files, its own entries, and its own nodes in shared entries."""
 
     rank: int
     algorithm: str
     chunk_bytes: int
     files: list[DataFile]
     entries: dict[str, Entry]
-    shards: dict[str, Any] = {}
+    nodes: dict[str, Any] = {}
 
 
 def encode_manifest(manifest: Manifest, algorithm: digests.Algorithm) -> bytes:
@@ -177,6 +181,9 @@ def decode_structure(data: bytes, name: str) -> Structure:
     """
     structure = _convert(_parse(data, name), Structure, name)
     _check_entries(structure.entries, name)
+    places = [(path, start) for path, _, start in structure.cuts]
+    if places != sorted(places) or any(min(rank, start) < 0 for _, rank, start in structure.cuts):
+        raise FormatError(f"{name}: the cuts are out of order")
     return structure
 
 

@@ -45,6 +45,11 @@ def part_path(path: str, part: str) -> str:
     return f"{path}/~:{part}"
 
 
+def leaf_of(path: str) -> str:
+    """Returns the path of the leaf that the part at ``path`` belongs to."""
+    return path.partition("/~:")[0]
+
+
 def join(parent: str, piece: str) -> str:
     """Returns the path of ``piece``, a segment, below ``parent``.
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 from waypost.errors import FormatError
-from waypost.format import paths, tensortypes, trees
+from waypost.format import paths, shardings, shards, tensortypes, trees
 from waypost.format.jsontext import Json
 from waypost.format.paths import part_path
 from waypost.format.safetensors import Item
+from waypost.format.shards import Extent
 from waypost.format.tensortypes import TensorType
 
 TAG: Final = trees.TENSOR
@@ -50,77 +52,112 @@ def aliases(node: Json, path: str) -> Iterator[str]:
 
 
 class Consistency:
-    """Checks that tensor nodes and data files describe the same bytes; add both, then ask.
-
-    Attributes:
-        expected: Each piece that the nodes name, by path.
-    """
+    """Checks that tensor nodes and data files describe the same bytes; add both, then ask."""
 
     def __init__(self) -> None:
-        self.expected: dict[str, TensorType] = {}
-        self._aliases: list[tuple[str, dict[str, Any]]] = []
+        self._expected: dict[_Owned, TensorType] = {}
+        self._aliases: list[tuple[_Owned, dict[str, Any]]] = []
+        self._stored: dict[tuple[str, str], list[_Part]] = {}
 
-    def add_tree(self, tree: Json, path: str) -> None:
+    def add_tree(self, tree: Json, path: str, owner: int | None = None) -> None:
         """Learns the tensors of an entry.
+
+        Args:
+            tree: Of the entry, or a rank's own node in it.
+            path: Where it stands.
+            owner: The rank whose own it is; None for what ranks share.
 
         Raises:
             FormatError: A node is malformed.
         """
         for leaf in trees.leaves(tree, path):
             if leaf.is_tensor:
-                self._add(leaf.tensor_node, leaf.path)
+                self._add(leaf.tensor_node, leaf.path, owner)
 
-    def check(
-        self, stored: Mapping[tuple[str, str], Item], unknown: Container[str] = frozenset()
-    ) -> None:
-        """Compares with what data files hold.
+    def add_items(self, entry: str, rank: int, items: Mapping[str, Item]) -> None:
+        """Learns what a data file of ``rank`` holds of ``entry``, by key.
+
+        Raises:
+            FormatError: A key names no part of a leaf.
+        """
+        for name, item in items.items():
+            key, extent = shards.parse_key(name)
+            self._stored.setdefault((entry, key), []).append(_Part(rank, item, extent))
+
+    def check(self, unknown: Container[str] = frozenset()) -> None:
+        """Compares the two.
 
         Args:
-            stored: Items by entry path and key.
             unknown: Entry paths whose files could not be read; aliases into them pass.
 
         Raises:
-            FormatError: A leaf is in no file, has another type there, or is an alias of nothing.
+            FormatError: A leaf is in no file, or not in parts that make it up; has another type
+                there; or is an alias of nothing.
         """
-        for path, kind in self.expected.items():
-            item = stored.get((paths.entry_of(path), paths.key_of(path)))
-            if item is None:
-                raise FormatError(f"{path}: no data file holds this leaf")
-            if (item.dtype, item.shape) != kind.stored:
+        for owned, kind in self._expected.items():
+            parts = self._parts_of(owned)
+            if not parts and kind.nbytes:
+                raise FormatError(f"{owned.path}: no data file holds this leaf")
+            extents = [
+                shards.check_item(owned.path, kind, part.item, part.extent) for part in parts
+            ]
+            if parts and not shards.are_all(extents, kind.shape):
                 raise FormatError(
-                    f"{path}: the tree says {kind.text}, the data file holds "
-                    f"{item.dtype}{list(item.shape)}"
+                    f"{owned.path}: its {len(parts)} stored parts do not make up {kind.text}, or "
+                    f"it is stored twice"
                 )
-        for path, description in self._aliases:
+        for owned, description in self._aliases:
             if paths.entry_of(description["alias"]) not in unknown:
-                self._check_alias(path, description, stored)
+                self._check_alias(owned, description)
 
-    def _add(self, node: Json, path: str) -> None:
+    def _add(self, node: Json, path: str, owner: int | None) -> None:
         description = described(node, path)
+        if "sharding" in description:
+            shardings.parse(description["sharding"])
         if "alias" in description:
             if not isinstance(description["alias"], str):
                 raise FormatError(f"{path}: an alias must name a leaf")
             tensortypes.parse(description["type"])
-            self._aliases.append((path, description))
+            self._aliases.append((_Owned(path, owner), description))
         elif "parts" not in description:
-            self.expected[path] = tensortypes.parse(description["type"])
+            self._expected[_Owned(path, owner)] = tensortypes.parse(description["type"])
         else:
             for name, part in _parts(description, path):
-                self._add(part, part_path(path, name))
+                self._add(part, part_path(path, name), owner)
 
-    def _check_alias(
-        self,
-        path: str,
-        description: dict[str, Any],
-        stored: Mapping[tuple[str, str], Item],
-    ) -> None:
-        base = description["alias"]
-        item = stored.get((paths.entry_of(base), paths.key_of(base)))
-        if item is None:
-            raise FormatError(f"{path}: an alias of {base[:200]}, which no data file holds")
+    def _parts_of(self, owned: _Owned) -> list[_Part]:
+        found = self._stored.get((paths.entry_of(owned.path), paths.key_of(owned.path)), [])
+        return [part for part in found if owned.owner in (None, part.rank)]
+
+    def _check_alias(self, owned: _Owned, description: dict[str, Any]) -> None:
+        base = _Owned(description["alias"], owned.owner)
         kind = tensortypes.parse(description["type"])
-        if "offset" not in description and (item.dtype, item.shape) != kind.stored:
-            raise FormatError(f"{path}: an alias of {base[:200]}, which has another type")
+        found = self._expected.get(base) or self._expected.get(_Owned(base.path, None))
+        if found is None and not self._parts_of(base):
+            raise FormatError(
+                f"{owned.path}: an alias of {base.path[:200]}, which no data file holds"
+            )
+        if "offset" not in description and found != kind:
+            raise FormatError(
+                f"{owned.path}: an alias of {base.path[:200]}, which has another type"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Owned:
+    """A path, and the rank whose own it is; None when it is shared."""
+
+    path: str
+    owner: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """An item of a data file, the rank that wrote it, and which part of a leaf it is."""
+
+    rank: int
+    item: Item
+    extent: Extent | None
 
 
 def _parts(description: dict[str, Any], path: str) -> Iterator[tuple[str, Json]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -12,6 +12,11 @@ from waypost.format.jsontext import Json
 
 TENSOR: Final = "$tensor"
 ARRAY: Final = "$ndarray"
+PER_RANK: Final = "$per_rank"
+"""Stands, in what all ranks share, where each rank has a node of its own."""
+
+DROP: Final[Json] = {"$drop": None}
+"""Returned to :func:`changed` for a node that is to go; known by identity."""
 
 _PAIRS: Final = {"$dict": 0, "$odict": 0, "$counter": 0, "$defaultdict": 1}
 _ITEMS: Final = {"$tuple": 0, "$slice": 0, "$deque": 1}
@@ -86,6 +91,42 @@ def holds_pickle(node: Json) -> bool:
     if isinstance(node, dict):
         return "$pickle" in node or any(map(holds_pickle, node.values()))
     return isinstance(node, list) and any(map(holds_pickle, node))
+
+
+def changed(node: Json, path: str, change: Callable[[Json, str], Json]) -> Json:
+    """Returns the tree with each node replaced by what ``change`` makes of it, from the top down.
+
+    What ``change`` replaced is not looked into again; what it makes :data:`DROP` is left out of its
+    container. Trees are not changed in place.
+    """
+    replaced = change(node, path)
+    found = None if replaced is not node else children(node, path)
+    if found is None:
+        return replaced
+    below = [(key, child, changed(child, at, change)) for key, at, child in found]
+    if all(child is new for _, child, new in below):
+        return node
+    return with_items(node, [(key, new) for key, _, new in below if new is not DROP])
+
+
+def with_items(node: Any, below: list[tuple[Any, Json]]) -> Json:
+    """Returns a container like ``node`` with other items, given as :func:`children` gives them."""
+    if isinstance(node, list):
+        return [new for _, new in below]
+    tag = next(iter(node), "")
+    if len(node) != 1 or not tag.startswith("$"):
+        return dict(below)
+    payload = node[tag]
+    pairs: Any = [[key, new] for key, new in below]
+    items: Any = [new for _, new in below]
+    if tag in _PAIRS:
+        held = payload[_PAIRS[tag]] if _PAIRS[tag] else payload
+        content = dict(pairs) if isinstance(held, dict) else pairs
+        return {tag: [payload[0], content] if _PAIRS[tag] else content}
+    if tag in _ITEMS:
+        return {tag: [payload[0], items] if _ITEMS[tag] else items}
+    content = dict(pairs) if isinstance(payload[1], dict) else pairs
+    return {tag: [payload[0], content, *payload[2:]]}
 
 
 def children(node: Json, path: str) -> Iterator[tuple[Any, str, Json]] | None:

@@ -5,34 +5,36 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Collection, Mapping, MutableMapping
+from collections.abc import Collection, Iterable, Mapping, MutableMapping
+from dataclasses import replace
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
-from waypost.audit import catalog
-from waypost.audit.catalog import Record
 from waypost.clock import SYSTEM_CLOCK, Clock
 from waypost.comm import group_of
+from waypost.core.plan import Planner
 from waypost.errors import (
-    AlreadyExistsError,
     ClosedError,
     CommitConflictError,
+    CoordinationTimeoutError,
+    PeerError,
     Preempted,
     WaypostError,
 )
-from waypost.format import documents, jsontext, names
-from waypost.manager import owner, prune
-from waypost.manager.keeping import Keeping, decide
-from waypost.manager.resume import Resume, Resumed
-from waypost.manager.resume import resume as resume_run
+from waypost.format import documents, names
+from waypost.manager.boundary import Boundary, Departure, Request
+from waypost.manager.keeping import Keeping
+from waypost.manager.resume import Resume
 from waypost.manager.signals import SignalWatch
+from waypost.manager.start import finish, start
 from waypost.manager.timing import Moment, Trigger
 from waypost.options import Options
 from waypost.options import resolve as resolve_options
 from waypost.sizes import size_text
-from waypost.snapshot.load import load
+from waypost.snapshot.load import Loading, load
 from waypost.snapshot.metadata import encode_metrics
-from waypost.snapshot.save import CommitReceipt, Origin, save_at
+from waypost.snapshot.reshard import Reshard
+from waypost.snapshot.save import CommitReceipt, Origin, Saving, declared, save_at
 from waypost.state import describe
 from waypost.state.progress import Progress
 from waypost.storage import resolve
@@ -41,6 +43,10 @@ from waypost.storage.urls import Url
 _log = logging.getLogger("waypost")
 
 _OCCASIONS = ("end", "signal", "exception")
+
+_GRACE_S: Final = 10.0
+"""How long a rank whose training has failed waits for the others to say whether theirs has too:
+they say so at once unless they hang in a collective, and then they never do."""
 
 
 class Checkpointer:
@@ -64,7 +70,10 @@ class Checkpointer:
         save_on: Occasions for a save of their own: ``"end"`` of the ``with`` block, ``"signal"``
             (SIGTERM, SIGUSR1, SIGINT), ``"exception"`` that leaves the block.
         metadata: Plain values that travel with every snapshot, such as the configuration.
-        process_group: The ranks that train together; None for one process.
+        replicated: As in :func:`waypost.save`.
+        per_rank: As in :func:`waypost.save`.
+        reshard: As in :func:`waypost.load`, for a start with another number of ranks.
+        process_group: The ranks that train together, as in :func:`waypost.save`.
         options: See :class:`~waypost.Options`.
         clock: For durations; tests pass their own.
 
@@ -97,6 +106,9 @@ class Checkpointer:
         init_from: Url | None = None,
         save_on: Collection[str] = _OCCASIONS,
         metadata: object = None,
+        replicated: Iterable[str] = (),
+        per_rank: Iterable[str] = (),
+        reshard: Reshard | None = None,
         process_group: object = None,
         options: Options | None = None,
         clock: Clock = SYSTEM_CLOCK,
@@ -106,36 +118,40 @@ class Checkpointer:
         self._run = resolve(run_url)
         self._state = state
         self._save_every = save_every
-        self._keep = keep
         self._save_on = frozenset(save_on)
         self._metadata = metadata
+        self._said = declared(replicated, per_rank)
         self._group = group_of(process_group)
         self._options = options
         self._settings = resolve_options(options)
+        self._planner = Planner(self._settings.file_bytes_max)
         self._clock = clock
+        self._pid = os.getpid()
         self._step = 0
         self._epoch = 0
-        self._rollback_to = -1
-        self._is_rollback_due = False
         self._saved: tuple[int, int] | None = None
         self._parent: documents.Parent | None = None
-        self._protected: dict[str, str] = {}
         self._resumed_from: str | None = None
         self._metrics: Mapping[str, object] | None = None
         self._is_closed = False
         self._knows_signal = False
         self._signals: SignalWatch | None = None
-        records = catalog.scan(self._run)
-        incarnation = max((record.incarnation for record in records), default=0)
-        self._owner = owner.acquire(self._run, at_least=incarnation, durable=self._settings.durable)
+        self._start = start(
+            self._run,
+            state,
+            group=self._group,
+            settings=self._settings,
+            resume=resume,
+            keep=keep,
+            loading=Loading(reshard=dict(reshard or {})),
+            facts={"save_every": str(save_every), "save_on": ", ".join(sorted(self._save_on))},
+        )
         try:
-            records = catalog.scan(self._run)
-            self._start(resume_run(self._run, records, state, resume, self._settings), init_from)
-            self._note_rollback(records, is_asked=resume not in ("auto", "must"))
-            self._sweep()
+            self._go_on(init_from)
         except BaseException:
-            self._owner.release()
+            self._start.release()
             raise
+        self._boundary = Boundary(self._group, self._start.name, self._settings.timeout_s)
         if "signal" in self._save_on:
             self._signals = SignalWatch()
         self._saved_at_s = clock.monotonic()
@@ -168,7 +184,7 @@ class Checkpointer:
     @property
     def should_stop(self) -> bool:
         """Whether a signal has asked the job to stop; look at it in long evaluations."""
-        is_asked = self._signals is not None and self._signals.received is not None
+        is_asked = self._signal != 0 or self._boundary.stop_signal != 0
         self._knows_signal = self._knows_signal or is_asked
         return is_asked
 
@@ -191,7 +207,7 @@ class Checkpointer:
         for value in self._state.values():
             if isinstance(value, Progress):
                 value.step = self._step
-        self._boundary(Moment(step=self._step, since_save_s=self._since_save()))
+        self._end_of_step(Moment(step=self._step, since_save_s=self._since_save()))
 
     def epoch_done(self, metrics: Mapping[str, object] | None = None) -> None:
         """Counts one epoch, after the step that ended it; saves when that is due.
@@ -209,7 +225,7 @@ class Checkpointer:
         self._epoch += 1
         self._metrics = metrics if metrics is not None else self._metrics
         moment = Moment(step=self._step, epoch=self._epoch, since_save_s=self._since_save())
-        self._boundary(moment)
+        self._end_of_step(moment)
 
     def save(
         self, metrics: Mapping[str, object] | None = None, *, reason: str = "manual"
@@ -226,48 +242,54 @@ class Checkpointer:
         """
         self._check_usable()
         name = names.step_name(self._step)
+        record, writer = self._start.record, self._start.writer
         receipt = save_at(
             self._run / name,
             self._state,
-            step=self._step,
-            metrics=metrics if metrics is not None else self._metrics,
-            metadata=self._metadata,
-            overwrite=self._may_replace(name),
+            Saving(
+                step=self._step,
+                metrics=metrics if metrics is not None else self._metrics,
+                metadata=self._metadata,
+                scopes=self._said.scopes,
+                facts=self._said.facts,
+                may_replace=None if writer is None else lambda: writer.may_replace(name),
+                origin=Origin(
+                    run=record.run,
+                    incarnation=record.incarnation,
+                    reason=reason,
+                    parent=self._parent,
+                    epoch=self._epoch,
+                ),
+                before_commit=None if writer is None else writer.before_commit,
+                watch=self._boundary.failed if self._group.world_size > 1 else None,
+            ),
             group=self._group,
             settings=self._settings,
-            origin=Origin(
-                run=self._owner.record.run,
-                incarnation=self._owner.record.incarnation,
-                reason=reason,
-                parent=self._parent,
-                epoch=self._epoch,
-            ),
-            before_commit=self._before_commit,
+            planner=self._planner,
         )
         self._saved = (self._step, self._epoch)
         self._saved_at_s = self._clock.monotonic()
         self._parent = documents.Parent(step=self._step, attempt=receipt.attempt)
-        self._protected = {name: "just saved"}
-        _log.info(
-            "step %d -> %s, %s in %.2f s (%s)",
-            self._step,
-            receipt.url,
-            size_text(receipt.nbytes),
-            receipt.seconds,
-            reason,
-        )
-        self._point_to(name)
-        self._prune()
+        if writer is not None:
+            _log.info(
+                "step %d -> %s, %s in %.2f s (%s)",
+                self._step,
+                receipt.url,
+                size_text(receipt.nbytes),
+                receipt.seconds,
+                reason,
+            )
+            writer.committed(name, self._step)
         return receipt
 
     def close(self) -> None:
         """Gives the run up and puts signal handlers back; saves nothing. May be called twice."""
-        if self._is_closed or os.getpid() != self._owner.pid:
+        if self._is_closed or os.getpid() != self._pid:
             return
         self._is_closed = True
         if self._signals is not None:
             self._signals.close()
-        self._owner.release()
+        self._start.release()
 
     def __enter__(self) -> Self:
         return self
@@ -278,71 +300,43 @@ class Checkpointer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._is_closed or os.getpid() != self._owner.pid:
+        if self._is_closed or os.getpid() != self._pid:
             return
         try:
             if error is None:
-                if "end" in self._save_on and not self._is_saved:
-                    self.save(reason="end")
-                if not self._knows_signal:
-                    self._stop_if_asked()
-            elif "exception" in self._save_on and _is_from_training(error):
-                self._save_for(error)
+                self._finish()
+            else:
+                self._leave(error)
         finally:
             self.close()
 
-    def _start(self, resumed: Resumed, init_from: Url | None) -> None:
-        contents = resumed.contents
-        if resumed.location is None or contents is None or resumed.report is None:
+    def _go_on(self, init_from: Url | None) -> None:
+        loaded = self._start.loaded
+        if loaded is None:
             if init_from is not None:
                 self._initialise(init_from)
             _log.info("%s: no snapshot to resume from, starting at step 0", self._run.url)
             return
-        manifest = contents.documents.manifest
+        manifest = loaded.manifest
         self._step = manifest.step or 0
-        self._resumed_from = resumed.location.url
+        self._resumed_from = loaded.location.url
         self._parent = documents.Parent(step=manifest.step, attempt=manifest.attempt)
         self._epoch = manifest.epoch or 0
-        if resumed.location.url == (self._run / resumed.location.name).url:
-            self._protected[resumed.location.name] = "resumed from"
+        if self._start.is_own:
             self._saved = (self._step, self._epoch)
-        if resumed.report.ignored:
+        if loaded.report.ignored:
             _log.warning(
                 "%s holds entries that the state does not: %s",
                 self._resumed_from,
-                ", ".join(resumed.report.ignored),
+                ", ".join(loaded.report.ignored),
             )
         _log.info("resumed from %s at step %d", self._resumed_from, self._step)
-
-    def _note_rollback(self, records: list[Record], *, is_asked: bool) -> None:
-        """Notes that later snapshots were passed over, so that no later start takes them.
-
-        Resuming from another run gives up all snapshots of this one. A roll-back that was asked for
-        holds at once. One that came of falling back holds from the first commit on: until then the
-        passed-over snapshot may turn out to be readable after all.
-        """
-        if self._resumed_from is None:
-            return
-        is_own = bool(self._protected)
-        self._rollback_to = self._step if is_own else -1
-        self._is_rollback_due = any(
-            record.is_committed and not record.is_superseded and record.step > self._rollback_to
-            for record in records
-        )
-        if is_asked:
-            self._before_commit()
-
-    def _before_commit(self) -> None:
-        self._owner.check()
-        if self._is_rollback_due:
-            self._owner.roll_back_to(self._rollback_to)
-            self._is_rollback_due = False
 
     def _initialise(self, url: Url) -> None:
         found = {name: value for name, value in self._state.items() if describe.is_module(value)}
         if not found:
             raise ValueError("init_from: the state has no module whose weights could be loaded")
-        load(url, found, options=self._options)
+        load(url, found, process_group=self._group, options=self._options)
         _log.info("initialised %s from %s", ", ".join(found), resolve(url).url)
 
     @property
@@ -350,29 +344,86 @@ class Checkpointer:
         """Whether no step and no epoch was counted since the last save."""
         return self._saved == (self._step, self._epoch)
 
-    def _boundary(self, moment: Moment) -> None:
-        self._stop_if_asked()
+    @property
+    def _signal(self) -> int:
+        """The signal that this process has got; 0 if none."""
+        return (self._signals.received or 0) if self._signals is not None else 0
+
+    def _end_of_step(self, moment: Moment) -> None:
+        """Saves if that is due, and stops the training if a signal asks for it."""
+        if self._group.world_size > 1:
+            self._end_of_step_on_ranks(moment)
+            return
+        if self._signal:
+            self._stop(self._signal)
         reason = self._save_every.due(moment) if self._save_every is not None else None
         if reason is not None and not self._is_saved:
             self.save(reason=reason)
 
-    def _stop_if_asked(self) -> None:
-        """Saves and raises :class:`Preempted` if a signal has arrived."""
-        received = self._signals.received if self._signals is not None else None
-        if received is None:
-            return
-        name = signal.Signals(received).name
+    def _end_of_step_on_ranks(self, moment: Moment) -> None:
+        """As one process does, but with what depends on time or signals agreed by all ranks."""
+        wanted: Request | None = None
+        reason = due = None
+        if self._save_every is not None:
+            reason = self._save_every.due(replace(moment, since_save_s=float("-inf")))
+            due = self._save_every.due(moment) if self._group.rank == 0 else None
+        if self._signal:
+            wanted = Request(reason=f"signal {_name(self._signal)}", signal=self._signal)
+        elif due is not None and reason is None and not self._is_saved:
+            wanted = Request(reason=due)
+        request = self._boundary.reach(self._step, wanted)
+        if request is not None and request.signal:
+            self._stop(request.signal)
+        reason = reason or (request.reason if request is not None else None)
+        if reason is not None and not self._is_saved:
+            self.save(reason=reason)
+
+    def _stop(self, received: int) -> None:
+        """Saves and raises :class:`Preempted`."""
         if not self._is_saved:
-            self.save(reason=f"signal {name}")
+            self.save(reason=f"signal {_name(received)}")
         self._knows_signal = True
         url = (self._run / names.step_name(self._step)).url
         raise Preempted(
-            f"stopped by {name} after step {self._step}, which is saved as {url}; the same "
-            f"command goes on from there",
+            f"stopped by {_name(received)} after step {self._step}, which is saved as {url}; the "
+            f"same command goes on from there",
             signal=received,
             step=self._step,
             url=url,
         )
+
+    def _finish(self) -> None:
+        """Ends a block that was left without an error: saves, and stops if a signal asks for it."""
+        if self._group.world_size > 1:
+            self._boundary.end(self._step)
+        received, knows = finish(
+            self._group,
+            self._start.name,
+            watch=self._boundary.failed,
+            step=self._step,
+            received=self._signal,
+            knows=self._knows_signal,
+            timeout_s=self._settings.timeout_s,
+        )
+        if "end" in self._save_on and not self._is_saved:
+            self.save(reason="end")
+        if received and not knows:
+            self._stop(received)
+
+    def _leave(self, error: BaseException) -> None:
+        """Ends a block that an error leaves; saves if all ranks have the same fate."""
+        is_own = "exception" in self._save_on and _is_from_training(error)
+        if self._group.world_size > 1 and not isinstance(error, Preempted):
+            text = "" if isinstance(error, (PeerError, CoordinationTimeoutError)) else _text(error)
+            departure = Departure(step=self._step, error=text)
+            try:
+                self._boundary.leave(departure)
+                is_own = is_own and self._boundary.all_left_alike(departure, _GRACE_S)
+            except WaypostError as failure:
+                error.add_note(f"the other ranks could not be told: {failure}")
+                return
+        if is_own:
+            self._save_for(error)
 
     def _save_for(self, error: BaseException) -> None:
         """Saves because of an exception, which stays the one that the caller sees."""
@@ -383,67 +434,25 @@ class Checkpointer:
         except Exception as failure:  # noqa: BLE001 - the training's own error must be the one seen
             error.add_note(f"the state could not be saved on the way out: {failure}")
 
-    def _may_replace(self, name: str) -> bool:
-        """Tells whether a snapshot of this step is there and is the run's own to replace.
-
-        Raises:
-            AlreadyExistsError: It belongs to another run.
-        """
-        found = catalog.record_of(self._run, name)
-        if found is None or found.problem_code == "not-found":
-            return False
-        if found.run not in (None, self._owner.record.run):
-            raise AlreadyExistsError(
-                f"{found.url} belongs to another run ({found.run}); it is not overwritten"
-            )
-        return True
-
-    def _point_to(self, name: str) -> None:
-        document: jsontext.Json = {"snapshot": name, "step": self._step}
-        try:
-            self._run.storage.publish(
-                (self._run / names.LATEST).path,
-                jsontext.dump_pretty(document) + b"\n",
-                replace=True,
-                durable=self._settings.durable,
-            )
-        except WaypostError as error:
-            _log.warning(
-                "%s: %s was not updated, which costs a listing: %s",
-                self._run.url,
-                names.LATEST,
-                error,
-            )
-
-    def _prune(self) -> None:
-        if self._keep is None:
-            return
-        try:
-            records = prune.own_records(catalog.scan(self._run), self._owner.record)
-            decisions = decide(records, self._keep, self._protected)
-            removed = tuple(decision for decision in decisions if not decision.keep)
-            prune.remove_decided(self._run, removed)
-        except WaypostError as error:
-            _log.warning("%s: retention did not run: %s", self._run.url, error)
-
-    def _sweep(self) -> None:
-        try:
-            for url in prune.sweep(self._run):
-                _log.info("removed %s (left by a save that did not finish)", url)
-        except WaypostError as error:
-            _log.warning("%s: debris was not removed: %s", self._run.url, error)
-
     def _since_save(self) -> float:
         return self._clock.monotonic() - self._saved_at_s
 
     def _check_usable(self) -> None:
         if self._is_closed:
             raise ClosedError(f"{self._run.url}: this Checkpointer is closed")
-        if os.getpid() != self._owner.pid:
+        if os.getpid() != self._pid:
             raise CommitConflictError(
-                f"{self._run.url}: this Checkpointer belongs to process {self._owner.pid}; a "
+                f"{self._run.url}: this Checkpointer belongs to process {self._pid}; a "
                 f"forked process must not save with it"
             )
+
+
+def _name(number: int) -> str:
+    return signal.Signals(number).name
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _is_from_training(error: BaseException) -> bool:

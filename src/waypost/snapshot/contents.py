@@ -1,18 +1,23 @@
-"""An opened snapshot: its documents, and where in which file each stored piece lies."""
+"""An opened snapshot: its documents, and which items its data files hold.
+
+Files of a rank are looked at when something of that rank is asked for, so that a rank that loads
+what it saved opens only what it needs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
 from waypost import collector
 from waypost.audit import opening
-from waypost.buffers import Target
 from waypost.core import read
 from waypost.errors import CorruptionError, FormatError, WaypostError
-from waypost.format import digests, documents, paths, safetensors
-from waypost.format.documents import DataFile, Index
+from waypost.format import digests, documents, paths, safetensors, shards
+from waypost.format.documents import DataFile, Index, Manifest
+from waypost.format.shards import Extent
 from waypost.format.tensornodes import Consistency
 from waypost.options import Settings
 from waypost.storage import Location
@@ -29,23 +34,34 @@ class PlacedFile:
 
 
 @dataclass(frozen=True, slots=True)
+class Stored:
+    """An item of a data file, and the part of a leaf that it is; None for all of it."""
+
+    file: PlacedFile
+    item: safetensors.Item
+    extent: Extent | None
+
+
 class Contents:
-    """Where everything in a snapshot is.
+    """Where everything in a snapshot is; safe to use from several threads.
 
     Attributes:
         location: The snapshot.
         documents: Manifest, structure and indexes.
-        files: The data files.
     """
 
-    location: Location
-    documents: opening.Documents
-    files: tuple[PlacedFile, ...]
-    _places: Mapping[tuple[str, str], tuple[PlacedFile, safetensors.Item]]
-    _damaged: Mapping[str, WaypostError]
+    def __init__(self, location: Location, opened: opening.Documents) -> None:
+        self.location = location
+        self.documents = opened
+        self._damaged: dict[str, WaypostError] = {}
+        self._items: dict[tuple[int, str], dict[str, list[Stored]]] = {}
+        if opened.world_size == 1:
+            self._check_single()
 
     def check_entries(self, names: Iterable[str]) -> None:
         """Makes sure that the data files of the entries are there and have their headers.
+
+        Of a snapshot of several ranks, each file is checked when it is first needed.
 
         Raises:
             CorruptionError, FormatError: One is damaged.
@@ -55,145 +71,122 @@ class Contents:
             if error is not None:
                 raise error
 
-    def sizes(self) -> Sizes:
-        """Returns the size in bytes of each stored piece, by path."""
-        return Sizes(self._places)
-
-    def place(self, path: str) -> tuple[PlacedFile, safetensors.Item]:
-        """Returns the file that holds the piece at ``path``, and the piece's range there.
+    def stored(self, path: str, rank: int) -> Sequence[Stored]:
+        """Returns what ``rank`` has stored of the piece at ``path``.
 
         Raises:
-            FormatError: None does.
+            CorruptionError, FormatError: A file of the entry is damaged.
         """
-        found = self._places.get((paths.entry_of(path), paths.key_of(path)))
-        if found is None:
-            self.check_entries([paths.entry_of(path)])
-            raise FormatError(f"{self.location.url}: no data file holds {path}")
-        return found
+        found = self._items_of(rank, paths.entry_of(path))
+        return found.get(paths.key_of(path), ())
 
-    def read_pieces(
-        self, targets: Mapping[str, Sequence[Target]], settings: Settings, *, verify: bool
+    def read(
+        self,
+        wants: Mapping[str, tuple[PlacedFile, Sequence[read.Want]]],
+        settings: Settings,
+        *,
+        verify: bool,
+        advance: Callable[[int], None],
     ) -> int:
-        """Fills targets with whole pieces; returns the bytes read.
+        """Fills targets with byte ranges of files; returns the bytes read.
 
         Args:
-            targets: By path of the piece.
+            wants: By path of the file.
             settings: Threads and segment size.
             verify: Check every chunk that is read.
+            advance: Told of bytes read, from any thread.
 
         Raises:
             CorruptionError: Stored bytes are not what was saved.
         """
-        wants: dict[str, list[read.Want]] = {}
-        for path, found in targets.items():
-            file, item = self.place(path)
-            wants.setdefault(file.path, []).extend(read.Want(item.start, t) for t in found)
-        return self.read_wants(wants, settings, verify=verify)
-
-    def read_wants(
-        self, wants: Mapping[str, Sequence[read.Want]], settings: Settings, *, verify: bool
-    ) -> int:
-        """Fills targets with byte ranges, given by the file's path; see :meth:`read_pieces`."""
         with ExitStack() as stack:
             reads: list[read.FileRead] = []
-            for file in self.files:
-                if file.path not in wants:
-                    continue
-                opened = stack.enter_context(
-                    opening.open_data(self.location, file.path, file.record)
-                )
+            for path, (file, wanted) in wants.items():
+                opened = stack.enter_context(opening.open_data(self.location, path, file.record))
                 reads.append(
                     read.FileRead(
-                        name=file.path,
+                        name=path,
                         file=opened,
                         data_start=file.record.data_start,
                         data_bytes=file.record.bytes - file.record.data_start,
                         chunk_bytes=file.index.chunk_bytes,
                         chunks=documents.chunk_digests(file.record) if verify else b"",
                         algorithm=digests.algorithm(file.index.algorithm),
-                        wants=wants[file.path],
+                        wants=wanted,
                         leaf_at=_leaf_finder(file),
                     )
                 )
             return read.read_files(
-                reads, threads=settings.workers, segment_bytes=settings.segment_bytes
+                reads,
+                threads=settings.workers,
+                segment_bytes=settings.segment_bytes,
+                advance=advance,
             )
 
+    def _items_of(self, rank: int, entry: str) -> dict[str, list[Stored]]:
+        key = rank, entry
+        if key not in self._items:
+            index = self.documents.index(rank)
+            found: dict[str, list[Stored]] = {}
+            for record in index.files:
+                if record.entry == entry:
+                    placed = self._place(index, record)
+                    for name, item in placed.items.items():
+                        leaf, extent = shards.parse_key(name)
+                        found.setdefault(leaf, []).append(Stored(placed, item, extent))
+            self._items[key] = found
+        return self._items[key]
 
-class Sizes(Mapping[str, int]):
-    """Sizes of stored pieces by path, looked up in the files' headers."""
+    def _place(self, index: Index, record: DataFile) -> PlacedFile:
+        path = opening.data_path(self.documents.manifest, record)
+        algorithm = digests.algorithm(index.algorithm)
+        with opening.open_data(self.location, path, record) as file:
+            items = opening.read_header(file, path, record, algorithm)
+        return PlacedFile(path, record, index, items)
 
-    def __init__(self, places: Mapping[tuple[str, str], tuple[PlacedFile, safetensors.Item]]):
-        self._places = places
+    def _check_single(self) -> None:
+        """Checks, in a snapshot of one process, that trees and files agree.
 
-    def __getitem__(self, path: str) -> int:
-        _, item = self._places[paths.entry_of(path), paths.key_of(path)]
-        return item.end - item.start
+        A damaged data file is no error here, but as soon as its entry is asked for.
+        """
+        entries = dict.fromkeys(record.entry for record in self.documents.index(0).files)
+        consistency = Consistency()
+        for segment in entries:
+            try:
+                items = self._items_of(0, segment)
+            except (CorruptionError, FormatError) as error:
+                self._damaged[segment] = error
+                continue
+            files = {stored.file.path: stored.file for found in items.values() for stored in found}
+            for file in files.values():
+                consistency.add_items(segment, 0, file.items)
+        for name, entry in self.documents.entries.items():
+            path = paths.segment(name)
+            if path not in self._damaged:
+                consistency.add_tree(entry.tree, path)
+        consistency.check(self._damaged)
 
-    def __iter__(self):  # type: ignore[no-untyped-def]  # an iterator of paths
-        return (paths.path_of(entry, key) for entry, key in self._places)
 
-    def __len__(self) -> int:
-        return len(self._places)
+def _leaf_finder(file: PlacedFile) -> Callable[[int], str | None]:
+    """Returns a function from a byte of the file's data to its leaf, made when it is needed."""
+
+    @functools.cache
+    def finder() -> Callable[[int], str | None]:
+        return opening.leaf_finder(file.record.entry, dict(file.items))
+
+    return lambda position: finder()(position)
 
 
-def open_contents(location: Location) -> Contents:
-    """Returns the contents of the snapshot at a location, after checking documents and headers.
+def open_contents(location: Location, manifest: Manifest | None = None) -> Contents:
+    """Returns the contents of the snapshot at a location, after checking its documents.
 
-    A damaged data file is no error here, but as soon as its entry is asked for.
+    Args:
+        location: Where.
+        manifest: When it was read already.
 
     Raises:
         NotFoundError, CorruptionError, FormatError: As
             :func:`waypost.audit.opening.open_documents`.
     """
     with collector.paused():
-        return _open(location)
-
-
-def _open(location: Location) -> Contents:
-    opened = opening.open_documents(location)
-    files: list[PlacedFile] = []
-    places: dict[tuple[str, str], tuple[PlacedFile, safetensors.Item]] = {}
-    damaged: dict[str, WaypostError] = {}
-    for index in opened.indexes:
-        for record in index.files:
-            try:
-                placed = _place_file(location, opened, index, record)
-            except (CorruptionError, FormatError) as error:
-                damaged.setdefault(record.entry, error)
-                continue
-            files.append(placed)
-            for key, item in placed.items.items():
-                if (record.entry, key) in places:
-                    raise FormatError(f"{placed.path}: {record.entry}/{key} is stored twice")
-                places[record.entry, key] = placed, item
-    stored = {key: item for key, (_, item) in places.items()}
-    for name, entry in opened.entries.items():
-        path = paths.segment(name)
-        if path not in damaged:
-            consistency = Consistency()
-            consistency.add_tree(entry.tree, path)
-            consistency.check(stored, damaged)
-    return Contents(location, opened, tuple(files), places, damaged)
-
-
-def _place_file(
-    location: Location, opened: opening.Documents, index: Index, record: DataFile
-) -> PlacedFile:
-    path = opening.data_path(opened.manifest, record)
-    algorithm = digests.algorithm(index.algorithm)
-    with opening.open_data(location, path, record) as file:
-        items = opening.read_header(file, path, record, algorithm)
-    return PlacedFile(path, record, index, items)
-
-
-def _leaf_finder(file: PlacedFile):  # type: ignore[no-untyped-def]  # see opening.leaf_finder
-    finder = None
-
-    def find(position: int) -> str | None:
-        nonlocal finder
-        if finder is None:
-            finder = opening.leaf_finder(file.record.entry, dict(file.items))
-        return finder(position)
-
-    return find
+        return Contents(location, opening.open_documents(location, manifest))

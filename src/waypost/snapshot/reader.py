@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 
@@ -12,8 +13,6 @@ from waypost import clock
 from waypost.audit import verify
 from waypost.audit.leaves import LeafInfo, leaf_infos
 from waypost.audit.naming import locate
-from waypost.buffers import Target
-from waypost.core import read
 from waypost.errors import LeafNotFoundError, UnsupportedError
 from waypost.format import paths, tensornodes, tensortypes, trees, values
 from waypost.format.paths import Globs
@@ -22,9 +21,10 @@ from waypost.options import resolve as resolve_options
 from waypost.snapshot.contents import Contents, open_contents
 from waypost.snapshot.load import check_pickle
 from waypost.snapshot.metadata import decode_metadata
+from waypost.snapshot.view import View
 from waypost.state import boxes, modules
 from waypost.state.memory import FreshTarget, as_plain
-from waypost.state.restore import Restorer
+from waypost.state.restore import Region, Restorer
 from waypost.storage.urls import Url
 
 
@@ -38,7 +38,8 @@ class Snapshot:
         self._contents = contents
         self._settings = settings
         self._manifest = contents.documents.manifest
-        self._entries = contents.documents.entries
+        self._shared = View(contents, 0 if contents.documents.world_size == 1 else None)
+        self._entries = self._shared.entries
 
     def __repr__(self) -> str:
         return (
@@ -77,6 +78,11 @@ class Snapshot:
         return self._manifest.bytes
 
     @property
+    def world_size(self) -> int:
+        """How many ranks saved it."""
+        return self._manifest.world_size
+
+    @property
     def entries(self) -> tuple[str, ...]:
         """Names of the entries, in the order of the state."""
         return tuple(self._entries)
@@ -99,7 +105,7 @@ class Snapshot:
 
     def leaves(self, glob: Globs = None) -> list[LeafInfo]:
         """Returns the leaves, in order, that match any of the globs; all if None."""
-        return leaf_infos(self._entries, glob)
+        return leaf_infos(self._entries, glob, self._contents.documents.structure.cuts)
 
     def read(
         self,
@@ -107,55 +113,66 @@ class Snapshot:
         *,
         out: torch.Tensor | None = None,
         box: Sequence[slice | tuple[int, int]] | None = None,
+        rank: SupportsIndex | None = None,
     ) -> object:
-        """Returns one leaf, or a part of a tensor.
+        """Returns one leaf, or a part of a tensor, whole however it was spread over ranks.
 
         Args:
             path: The leaf.
             out: A tensor of the same dtype, and of the leaf's or the box's shape, to fill.
             box: For each dimension a slice without step or a pair (start, stop); only the chunks
                 that hold it are read.
+            rank: Of a leaf that each rank has for itself, whose.
 
         Raises:
             LeafNotFoundError: There is no such leaf.
             CorruptionError: Stored bytes are not what was saved.
-            ValueError: ``out`` or ``box`` does not fit the tensor.
+            ValueError: ``out`` or ``box`` does not fit the tensor, or ``rank`` is lacking.
         """
-        leaf = self._find(path)
+        view = self._view(rank)
+        leaf = self._find(path, view)
         self._contents.check_entries(
             name for name in self._entries if paths.segment(name) == paths.entry_of(path)
         )
         if box is not None:
-            found: Any = self._read_box(leaf, box)
+            found: Any = self._read_box(view, leaf, box)
         else:
             check_pickle(self._contents, self._settings, self._names_of(leaf))
-            restorer = self._restorer()
+            self._check_owner(view, paths.entry_of(leaf.path), leaf)
+            restorer = self._restorer(view)
             restorer.need(leaf.node, leaf.path)
-            self._fill(restorer)
+            self._fill(view, restorer)
             found = restorer.value(leaf.node, leaf.path)
         if out is None:
             return found
         return _copy_out(found, out, path)
 
-    def state_dict(self, entry: str) -> object:
-        """Returns an entry as it was saved: type-exact, on the CPU, ties tied.
+    def state_dict(self, entry: str, rank: SupportsIndex | None = None) -> object:
+        """Returns an entry as it was saved: type-exact, on the CPU, ties tied, shards put together.
+
+        Args:
+            entry: Its name.
+            rank: Of an entry that each rank has for itself, whose.
 
         Raises:
             LeafNotFoundError: There is no such entry.
             CorruptionError: Stored bytes are not what was saved.
             UnsupportedError: It needs pickle, or a class that is not imported.
+            ValueError: Each rank has its own, and ``rank`` is lacking.
         """
-        found = self._entries.get(entry)
+        view = self._view(rank)
+        found = view.entries.get(entry)
         if found is None:
             raise LeafNotFoundError(
                 f"{self.url}: no entry {entry!r}; there are {', '.join(self._entries)}"
             )
         self._contents.check_entries([entry])
         check_pickle(self._contents, self._settings, [entry])
-        restorer = self._restorer()
         path = paths.segment(entry)
+        self._check_owner(view, path, *trees.leaves(found.tree, path))
+        restorer = self._restorer(view)
         restorer.need(found.tree, path)
-        self._fill(restorer)
+        self._fill(view, restorer)
         state: Any = restorer.value(found.tree, path)
         if found.kind == "module":
             modules.attach_versions(state, found.versions)
@@ -169,15 +186,34 @@ class Snapshot:
         """
         return verify.verify(self._contents.location, deep=deep)
 
-    def _walk(self) -> Iterator[tuple[trees.Leaf, str]]:
-        for name, entry in self._entries.items():
-            for leaf in trees.leaves(entry.tree, paths.segment(name)):
-                yield leaf, entry.scope
+    def _view(self, rank: SupportsIndex | None) -> View:
+        if rank is None:
+            return self._shared
+        number = operator.index(rank)
+        if not 0 <= number < self.world_size:
+            raise ValueError(f"{self.url}: rank {number}; it was saved by {self.world_size} ranks")
+        return View(self._contents, number)
 
-    def _find(self, path: str) -> trees.Leaf:
-        for leaf, _ in self._walk():
-            if leaf.path == path:
-                return leaf
+    def _check_owner(self, view: View, segment: str, *leaves: trees.Leaf) -> None:
+        """Makes sure that it is said whose leaves are meant, where each rank has its own."""
+        if view.rank is not None:
+            return
+        is_own = any(
+            entry.scope == "per_rank" and paths.segment(name) == segment
+            for name, entry in view.entries.items()
+        )
+        if is_own or any(leaf.tag == trees.PER_RANK for leaf in leaves):
+            raise ValueError(
+                f"{self.url}: {segment}: each of the {self.world_size} ranks has its own; say "
+                f"rank=0 to {self.world_size - 1}"
+            )
+
+    def _find(self, path: str, view: View) -> trees.Leaf:
+        for name, entry in view.entries.items():
+            if paths.segment(name) == paths.entry_of(path):
+                for leaf in trees.leaves(entry.tree, paths.segment(name)):
+                    if leaf.path == path:
+                        return leaf
         raise LeafNotFoundError(f"{self.url}: no leaf {path!r}")
 
     def _names_of(self, leaf: trees.Leaf) -> list[str]:
@@ -186,52 +222,29 @@ class Snapshot:
             return []
         return [name for name in self._entries if paths.segment(name) == paths.entry_of(leaf.path)]
 
-    def _restorer(self) -> Restorer:
-        return Restorer(
-            self._entries, self._contents.sizes(), allow_pickle=self._settings.allow_pickle
-        )
+    def _restorer(self, view: View) -> Restorer:
+        return Restorer(view.entries, view.size, allow_pickle=self._settings.allow_pickle)
 
-    def _fill(self, restorer: Restorer) -> None:
-        self._contents.read_pieces(restorer.targets, self._settings, verify=True)
+    def _fill(self, view: View, restorer: Restorer) -> None:
+        view.read(restorer.targets, self._settings, verify=True)
 
-    def _read_box(self, leaf: trees.Leaf, box: Sequence[slice | tuple[int, int]]) -> torch.Tensor:
+    def _read_box(
+        self, view: View, leaf: trees.Leaf, box: Sequence[slice | tuple[int, int]]
+    ) -> torch.Tensor:
+        self._check_owner(view, paths.entry_of(leaf.path), leaf)
         if leaf.tag != trees.TENSOR:
             raise UnsupportedError(f"{leaf.path}: a box of a value", path=leaf.path)
         kind = tensortypes.parse(tensornodes.described(leaf.tensor_node, leaf.path)["type"])
         bounds = boxes.bounds(box, kind.shape)
-        base = self._restorer().base_of(leaf.tensor_node, leaf.path)
+        base = self._restorer(view).base_of(leaf.tensor_node, leaf.path)
         if base is None:
-            whole: Any = self.read(leaf.path)
+            whole: Any = self.read(leaf.path, rank=view.rank)
             part: torch.Tensor = whole[tuple(slice(*pair) for pair in bounds)].clone()
             return part
-        file, item = self._contents.place(base)
         shape = tuple(stop - start for start, stop in bounds)
         fresh = FreshTarget(tensortypes.TensorType(kind.dtype, shape).nbytes)
-        wants = [
-            read.Want(item.start + start, _Window(fresh, at, length))
-            for start, at, length in boxes.ranges(bounds, kind.shape, kind.item_bytes)
-        ]
-        self._contents.read_wants({file.path: wants}, self._settings, verify=True)
+        view.read({base: [Region(fresh, bounds)]}, self._settings, verify=True)
         return fresh.tensor.view(getattr(torch, kind.dtype)).reshape(shape)
-
-
-class _Window(Target):
-    """A part of new memory."""
-
-    def __init__(self, whole: FreshTarget, start: int, length: int) -> None:
-        self._whole = whole
-        self._start = start
-        self._length = length
-
-    @property
-    def nbytes(self) -> int:
-        return self._length
-
-    def view(self) -> memoryview:
-        return self._whole.view()[self._start : self._start + self._length]
-
-    def done(self) -> None:
-        """Nothing more: the memory is the result."""
 
 
 def open_snapshot(url: Url, *, options: Options | None = None) -> Snapshot:

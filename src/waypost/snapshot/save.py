@@ -4,23 +4,36 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
-from waypost import collector, limits
+import msgspec
+
+from waypost import collector
 from waypost.clock import SYSTEM_CLOCK, Clock, timestamp
-from waypost.comm import Group, group_of
-from waypost.core import commit, plan, write
-from waypost.errors import AlreadyExistsError, CommitUnknownError, WaypostError
-from waypost.format import digests, documents, names, paths
-from waypost.format.documents import Entry, EntrySummary, FileRecord
-from waypost.format.jsontext import Json
+from waypost.comm import Agreement, Group, Subject, group_of
+from waypost.core import commit
+from waypost.core.plan import Plan, Planner
+from waypost.errors import (
+    AlreadyExistsError,
+    CommitUnknownError,
+    CoordinationTimeoutError,
+    PeerError,
+    WaypostError,
+)
+from waypost.format import digests, documents, paths
+from waypost.format.documents import EntrySummary
 from waypost.options import Options, Settings
 from waypost.options import resolve as resolve_options
 from waypost.snapshot import metadata as facts
+from waypost.snapshot.alike import Agreed, Comparison
+from waypost.snapshot.attempt import Attempt, Written
 from waypost.state import describe as states
+from waypost.state import scopes as scoping
+from waypost.state.scopes import Scopes, scopes
 from waypost.storage import Location, failures, resolve
-from waypost.storage.base import Lock
 from waypost.storage.urls import Url
 
 _log = logging.getLogger("waypost")
@@ -66,6 +79,35 @@ class Origin:
     epoch: int | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saving:
+    """What to save a state as.
+
+    Attributes:
+        step: Optimizer steps done, checked.
+        metrics: Names to numbers.
+        metadata: Plain values.
+        overwrite: Replace a committed snapshot.
+        may_replace: Asked on rank 0 instead of ``overwrite``.
+        scopes: Who owns which leaves.
+        facts: What all ranks must say alike, by name.
+        origin: The run that the snapshot belongs to.
+        before_commit: Called on rank 0 when all data is written; raising there gives it up.
+        watch: Returns ranks that are known to have failed outside of the save.
+    """
+
+    step: int | None
+    metrics: Mapping[str, object] | None = None
+    metadata: object = None
+    overwrite: bool = False
+    may_replace: Callable[[], bool] | None = None
+    scopes: Scopes = scoping.NONE
+    facts: Mapping[str, str] = field(default_factory=dict)
+    origin: Origin = Origin()
+    before_commit: Callable[[], None] | None = None
+    watch: Callable[[], dict[int, str]] | None = None
+
+
 def save(
     url: Url,
     state: Mapping[str, object],
@@ -79,7 +121,10 @@ def save(
     process_group: object = None,
     options: Options | None = None,
 ) -> CommitReceipt:
-    """Makes ``url`` a committed snapshot of ``state``; returns once it is durable.
+    """Makes ``url`` a committed snapshot of ``state``; returns once it is durable. Collective.
+
+    Every rank of the group calls it, and all leave with the same outcome. Tensors that are sharded
+    are stored in parts; what all ranks hold alike is stored once, each rank writing a share.
 
     When this raises, nothing is there that was not there before, or, with ``overwrite``, the old
     snapshot still is. Tensors are read where they lie; do not change them during the call.
@@ -91,13 +136,18 @@ def save(
         step: Optimizer steps done, any kind of integer from 0 on.
         metrics: Names to numbers, at full precision.
         metadata: Plain values that travel with the snapshot.
-        replicated: Globs of leaves that are equal on all ranks.
-        per_rank: Globs of leaves that each rank has for itself.
+        replicated: Globs of leaf paths that are equal on all ranks, and need not be compared.
+        per_rank: Globs of leaf paths, or of what stands above them, that each rank has for itself.
         overwrite: Replace a committed snapshot, atomically.
-        process_group: The ranks that save together; None for one process.
+        process_group: The ranks that save together: None for the default group of
+            ``torch.distributed``, or for this process when there is none; ``"self"`` for this
+            process alone in any case; or a process group.
         options: See :class:`~waypost.Options`.
 
     Raises:
+        PeerError: Other ranks failed; says which, and why.
+        CoordinationTimeoutError: Other ranks did not take part in time; says which.
+        MismatchError: Ranks do not ask for the same, or hold different things under one name.
         AlreadyExistsError: A snapshot is there and ``overwrite`` is false.
         UnsupportedError: A leaf cannot be restored exactly; names it.
         StorageFullError: There is no room, with the bytes needed and free.
@@ -105,31 +155,48 @@ def save(
         CommitUnknownError: The answer to the commit was lost; nothing was removed.
         ValueError: A step, metric or option is out of bounds.
     """
-    del replicated, per_rank  # of meaning for several ranks only
+    settings = resolve_options(options)
+    said = declared(replicated, per_rank)
     return save_at(
         resolve(url),
         state,
-        step=facts.check_step(step),
-        metrics=metrics,
-        metadata=metadata,
-        overwrite=overwrite,
+        Saving(
+            step=facts.check_step(step),
+            metrics=metrics,
+            metadata=metadata,
+            overwrite=overwrite,
+            scopes=said.scopes,
+            facts=said.facts,
+        ),
         group=group_of(process_group),
-        settings=resolve_options(options),
+        settings=settings,
+        planner=Planner(settings.file_bytes_max),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """What a caller says of leaves, as rules and as text."""
+
+    scopes: Scopes
+    facts: dict[str, str]
+
+
+def declared(replicated: Iterable[str], per_rank: Iterable[str]) -> Declared:
+    """Returns what the arguments ``replicated`` and ``per_rank`` say."""
+    globs = [[given] if isinstance(given, str) else list(given) for given in (replicated, per_rank)]
+    facts = {"replicated": ", ".join(globs[0]), "per_rank": ", ".join(globs[1])}
+    return Declared(scopes(globs[0], globs[1]), facts)
 
 
 def save_at(
     snapshot: Location,
     state: Mapping[str, object],
+    saving: Saving,
     *,
-    step: int | None,
-    metrics: Mapping[str, object] | None = None,
-    metadata: object = None,
-    overwrite: bool = False,
     group: Group,
     settings: Settings,
-    origin: Origin | None = None,
-    before_commit: Callable[[], None] | None = None,
+    planner: Planner,
     clock: Clock = SYSTEM_CLOCK,
 ) -> CommitReceipt:
     """Saves at a location; see :func:`save`.
@@ -137,174 +204,208 @@ def save_at(
     Args:
         snapshot: Where.
         state: As in :func:`save`.
-        step: Checked already.
-        metrics: As in :func:`save`.
-        metadata: As in :func:`save`.
-        overwrite: As in :func:`save`.
+        saving: What to save it as.
         group: The ranks.
         settings: All options, resolved.
-        origin: The run that the snapshot belongs to.
-        before_commit: Called when all data is written; raising there gives the attempt up.
+        planner: Remembers the plan for the next save of a state of the same structure.
         clock: For dates and durations.
     """
-    started = clock.monotonic()
-    _check_free(snapshot, overwrite)
-    attempt = _Attempt(
-        snapshot, f"a{secrets.token_hex(8)}", group, settings, digests.algorithm(settings.digest)
-    )
-    said = _Said(
-        step, facts.encode_metrics(metrics), facts.encode_metadata(metadata), origin or Origin()
-    )
-    with collector.paused():
-        description = states.describe(state, allow_pickle=settings.allow_pickle)
-        files = plan.plan_files(
-            (plan.Item(piece.path, piece.type, piece.source) for piece in description.pieces),
-            description.ties,
-            rank=group.rank,
-            file_bytes_max=settings.file_bytes_max,
-        )
-    _check_space(snapshot, files, settings)
-    try:
-        records = attempt.write(description, files)
-        if before_commit is not None:
-            before_commit()
-        manifest = attempt.manifest(said, description, files, records, timestamp(clock.now()))
-        data = attempt.publish(manifest, replace=overwrite)
-    except CommitUnknownError:
-        raise
-    except BaseException as error:
-        attempt.discard(error)
-        raise
-    finally:
-        attempt.close()
-    _sweep_replaced(snapshot)
-    return CommitReceipt(
-        url=snapshot.url,
-        step=step,
-        attempt=attempt.id,
-        nbytes=manifest.bytes,
-        seconds=clock.monotonic() - started,
-        digest=attempt.algorithm.of(data),
-    )
+    return _Save(snapshot, state, saving, group, settings, planner, clock).run()
 
 
-@dataclass(frozen=True, slots=True)
-class _Said:
-    """What the caller says of the snapshot, checked and encoded."""
+class _Save:
+    """One save, on one rank: a series of rounds in which all ranks take part."""
 
-    step: int | None
-    metrics: Json
-    metadata: Json
-    origin: Origin
-
-
-@dataclass(slots=True)
-class _Attempt:
-    """One try at saving, in a folder of its own, locked until it has ended."""
-
-    snapshot: Location
-    id: str
-    group: Group
-    settings: Settings
-    algorithm: digests.Algorithm
-    _lock: Lock | None = None
-
-    def close(self) -> None:
-        """Lets go of the folder: it is committed, or may be swept."""
-        if self._lock is not None:
-            self._lock.release()
-
-    @property
-    def folder(self) -> Location:
-        return self.snapshot / names.DATA / self.id
-
-    def write(
-        self, description: states.Description, files: list[plan.FilePlan]
-    ) -> list[FileRecord]:
-        """Writes data and documents; returns the records of the structure and of this index."""
-        durable = self.settings.durable
-        storage = self.snapshot.storage
-        storage.make_folder(self.folder.path, durable=durable)
-        self._lock = storage.lock(self.folder.path)
-        records = write.write_files(self.folder, files, self.algorithm, self.settings)
-        shared = {k: v for k, v in description.entries.items() if v.scope != "per_rank"}
-        own = {k: v for k, v in description.entries.items() if v.scope == "per_rank"}
-        structure = documents.Structure(entries=shared)
-        index = documents.Index(
-            rank=self.group.rank,
-            algorithm=self.algorithm.name,
-            chunk_bytes=limits.CHUNK_BYTES,
-            files=records,
-            entries=own,
-        )
-        written = [
-            commit.write_document(
-                self.folder, name, documents.encode(document), self.algorithm, durable=durable
-            )
-            for name, document in (
-                (names.STRUCTURE, structure),
-                (names.index_file(self.group.rank), index),
-            )
-        ]
-        if durable:
-            storage.settle(self.folder.path)
-        return written
-
-    def manifest(
+    def __init__(
         self,
-        said: _Said,
+        snapshot: Location,
+        state: Mapping[str, object],
+        saving: Saving,
+        group: Group,
+        settings: Settings,
+        planner: Planner,
+        clock: Clock,
+    ) -> None:
+        states.check_state(state, "state")
+        self._snapshot = snapshot
+        self._state = state
+        self._saving = saving
+        self._group = group
+        self._settings = settings
+        self._planner = planner
+        self._clock = clock
+        self._algorithm = digests.algorithm(settings.digest)
+        self._metrics = facts.encode_metrics(saving.metrics)
+        self._metadata = facts.encode_metadata(saving.metadata)
+        self._overwrite = saving.overwrite
+        self._call = Agreement(group, self._subject(), settings.timeout_s, saving.watch)
+
+    def run(self) -> CommitReceipt:
+        """Saves; returns the proof."""
+        started = self._clock.monotonic()
+        description, agreed = self._describe()
+        attempt = Attempt(
+            self._snapshot, f"a{secrets.token_hex(8)}", self._group, self._settings, self._algorithm
+        )
+        committed: dict[str, Any] = {}
+        is_ready = False
+        try:
+            plan = self._plan(attempt, description, agreed)
+            written = self._write(attempt, description, plan)
+            is_ready = True
+            committed = self._call.share(
+                "commit",
+                lambda: None,
+                lambda _: self._commit(attempt, description, agreed, plan, written),
+            )
+            self._depart(committed)
+        except CommitUnknownError:
+            raise
+        except BaseException as error:
+            # Rank 0 cannot commit what another rank has not called ready; so that may discard, too,
+            # what it wrote, and must not later, when it cannot know whether there was a commit.
+            if not committed and (self._call.is_leader or not is_ready):
+                attempt.discard(error)
+            raise
+        finally:
+            attempt.close()
+        if self._call.is_leader:
+            _sweep_replaced(self._snapshot)
+        self._call.close()
+        return CommitReceipt(
+            url=self._snapshot.url,
+            step=self._saving.step,
+            attempt=attempt.id,
+            nbytes=committed["bytes"],
+            seconds=self._clock.monotonic() - started,
+            digest=committed["digest"],
+        )
+
+    def _subject(self) -> Subject:
+        settings = self._settings
+        return Subject(
+            call="save",
+            facts={
+                "url": self._snapshot.url,
+                "step": str(self._saving.step),
+                "overwrite": str(self._saving.overwrite),
+                "entries": ", ".join(sorted(self._state)),
+                "metrics": ", ".join(sorted(self._saving.metrics or ())),
+                "options": f"durable={settings.durable}, digest={settings.digest}, "
+                f"allow_pickle={settings.allow_pickle}, check_replicas={settings.check_replicas}, "
+                f"timeout_s={settings.timeout_s:g}",
+                **self._saving.facts,
+            },
+        )
+
+    def _describe(self) -> tuple[states.Description, Agreed]:
+        comparison = Comparison(
+            self._call, self._group, self._saving.scopes, self._algorithm, self._settings
+        )
+        found: list[states.Description] = []
+
+        def describe() -> dict[str, Any]:
+            with collector.paused():
+                found.append(
+                    states.describe(
+                        self._state,
+                        allow_pickle=self._settings.allow_pickle,
+                        ranks=self._group.ranks,
+                        scopes=self._saving.scopes,
+                    )
+                )
+                return comparison.say(found[0])
+
+        def judge(said: dict[int, dict[str, Any]]) -> dict[str, Any]:
+            if self._saving.may_replace is not None:
+                self._overwrite = self._saving.may_replace()
+            _check_free(self._snapshot, self._overwrite)
+            return comparison.judge(said)
+
+        judged = self._call.share("describe", describe, judge)
+        return found[0], comparison.settle(found[0], judged)
+
+    def _plan(self, attempt: Attempt, description: states.Description, agreed: Agreed) -> Plan:
+        found: list[Plan] = []
+
+        def plan() -> int:
+            with collector.paused():
+                found.append(self._planner.plan(agreed.pieces, description.ties, self._group.ranks))
+            return found[0].nbytes
+
+        def begin(needed_bytes: dict[int, int]) -> str:
+            _check_space(self._snapshot, sum(needed_bytes.values()), self._settings)
+            attempt.begin()
+            return attempt.id
+
+        attempt.id = self._call.share("plan", plan, begin)
+        return found[0]
+
+    def _write(
+        self, attempt: Attempt, description: states.Description, plan: Plan
+    ) -> dict[int, Written]:
+        """Writes this rank's part; returns, on rank 0, what all ranks have written."""
+        received: dict[int, Written] = {}
+
+        def write() -> Any:
+            self._group.reach("stage")
+            return msgspec.to_builtins(attempt.write(description, plan, self._call.progress))
+
+        def receive(said: dict[int, Any]) -> None:
+            received.update({rank: msgspec.convert(one, Written) for rank, one in said.items()})
+
+        self._call.share("write", write, receive)
+        return received
+
+    def _commit(
+        self,
+        attempt: Attempt,
         description: states.Description,
-        files: list[plan.FilePlan],
-        records: list[FileRecord],
-        created: str,
-    ) -> documents.Manifest:
-        """Returns the manifest for what :meth:`write` wrote."""
-        return documents.Manifest(
+        agreed: Agreed,
+        plan: Plan,
+        written: dict[int, Written],
+    ) -> dict[str, Any]:
+        """Makes the snapshot exist, on rank 0."""
+        saving = self._saving
+        structure = attempt.write_structure(agreed.entries, plan.cuts)
+        if saving.before_commit is not None:
+            saving.before_commit()
+        has_pickle = any(one.has_pickle for one in written.values())
+        manifest = documents.Manifest(
             format=documents.FORMAT,
             version=documents.VERSION,
-            required=["pickle"] if description.has_pickle else [],
+            required=["pickle"] if has_pickle else [],
             optional=[],
-            attempt=self.id,
-            step=said.step,
-            created=created,
-            world_size=self.group.world_size,
-            bytes=sum(file.data_bytes for file in files),
-            entries=_summaries(description.entries, description.tensor_counts, files),
-            structure=records[0],
-            indexes=records[1:],
-            run=said.origin.run,
-            incarnation=said.origin.incarnation,
-            reason=said.origin.reason,
-            parent=said.origin.parent,
-            epoch=said.origin.epoch,
-            metrics=said.metrics,
-            metadata=said.metadata,
+            attempt=attempt.id,
+            step=saving.step,
+            created=timestamp(self._clock.now()),
+            world_size=self._group.world_size,
+            bytes=sum(sum(one.entry_bytes.values()) for one in written.values()),
+            entries=_summaries(description, agreed, written.values()),
+            structure=structure,
+            indexes=[one.index for _, one in sorted(written.items())],
+            run=saving.origin.run,
+            incarnation=saving.origin.incarnation,
+            reason=saving.origin.reason,
+            parent=saving.origin.parent,
+            epoch=saving.origin.epoch,
+            metrics=self._metrics,
+            metadata=self._metadata,
             environment=facts.environment(),
         )
+        data = attempt.publish(manifest, replace=self._overwrite)
+        return {"bytes": manifest.bytes, "digest": self._algorithm.of(data)}
 
-    def publish(self, manifest: documents.Manifest, *, replace: bool) -> bytes:
-        """Makes the snapshot exist."""
+    def _depart(self, committed: dict[str, Any]) -> None:
+        """Makes sure that all ranks know of the commit."""
         try:
-            return commit.publish_manifest(
-                self.snapshot,
-                manifest,
-                self.algorithm,
-                replace=replace,
-                durable=self.settings.durable,
+            self._call.share("depart", lambda: None, lambda _: None)
+        except (PeerError, CoordinationTimeoutError) as error:
+            error.args = (
+                f"{error}\nThe snapshot {self._snapshot.url} is committed ({committed['digest']}); "
+                f"only, not all ranks have confirmed that they know it",
             )
-        except AlreadyExistsError as error:
-            raise AlreadyExistsError(
-                f"{self.snapshot.url}: another writer committed a snapshot here first; this "
-                f"attempt was given up"
-            ) from error
-
-    def discard(self, error: BaseException) -> None:
-        """Removes what the attempt wrote, unless it may have been committed."""
-        try:
-            if commit.committed_attempt(self.snapshot) != self.id:
-                commit.discard_attempt(self.snapshot, self.id)
-        except WaypostError as failure:
-            error.add_note(f"files of the failed attempt are left behind: {failure}")
+            raise
 
 
 def _check_free(snapshot: Location, overwrite: bool) -> None:
@@ -329,10 +430,9 @@ def _sweep_replaced(snapshot: Location) -> None:
         _log.warning("%s: data of the replaced snapshot is left behind: %s", snapshot.url, error)
 
 
-def _check_space(snapshot: Location, files: list[plan.FilePlan], settings: Settings) -> None:
+def _check_space(snapshot: Location, needed_bytes: int, settings: Settings) -> None:
     if not settings.check_space:
         return
-    needed_bytes = sum(file.nbytes for file in files)
     free_bytes = snapshot.storage.free_bytes(snapshot.path)
     if free_bytes is not None and needed_bytes > free_bytes:
         raise failures.full(
@@ -344,17 +444,17 @@ def _check_space(snapshot: Location, files: list[plan.FilePlan], settings: Setti
 
 
 def _summaries(
-    entries: Mapping[str, Entry], counts: Mapping[str, int], files: Iterable[plan.FilePlan]
+    description: states.Description, agreed: Agreed, written: Iterable[Written]
 ) -> dict[str, EntrySummary]:
-    sizes: dict[str, int] = {}
-    for file in files:
-        sizes[file.entry] = sizes.get(file.entry, 0) + file.data_bytes
+    sizes: Counter[str] = Counter()
+    for one in written:
+        sizes.update(one.entry_bytes)
     return {
         name: EntrySummary(
             kind=entry.kind,
             scope=entry.scope,
-            tensors=counts.get(name, 0),
-            bytes=sizes.get(paths.segment(name), 0),
+            tensors=description.tensor_counts[name] + agreed.added_tensors.get(name, 0),
+            bytes=sizes[paths.segment(name)],
         )
-        for name, entry in entries.items()
+        for name, entry in description.entries.items()
     }

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,24 +33,39 @@ class _Extent:
     stop: int
 
 
-def resolve(leaves: list[TensorLeaf]) -> list[TensorLeaf]:
+def resolve(leaves: list[TensorLeaf], owner: Callable[[TensorLeaf], object]) -> list[TensorLeaf]:
     """Returns the leaves whose bytes must be stored; turns the nodes of the others into aliases.
 
     Args:
         leaves: In state order; their nodes may be changed.
+        owner: Tells which ranks hold a leaf; leaves of different owners are stored apart.
     """
-    storages: defaultdict[int, list[TensorLeaf]] = defaultdict(list)
+    storages: defaultdict[tuple[object, int], list[TensorLeaf]] = defaultdict(list)
     for leaf in leaves:
-        storages[leaf.tensor.untyped_storage()._cdata].append(leaf)
+        storages[owner(leaf), leaf.tensor.untyped_storage()._cdata].append(leaf)
     dropped: set[int] = set()
     added: list[TensorLeaf] = []
     for sharing in storages.values():
-        if len(sharing) > 1:
+        if len(sharing) > 1 and sharing[0].held is not None:
+            _tie_shards(sharing, dropped)
+        elif len(sharing) > 1:
             extents = [extent for leaf in sharing if (extent := _extent(leaf)) is not None]
             for cluster in _clusters(extents):
                 _resolve_cluster(cluster, dropped, added)
     kept = [leaf for leaf in leaves if id(leaf) not in dropped]
     return kept + added
+
+
+def _tie_shards(sharing: list[TensorLeaf], dropped: set[int]) -> None:
+    """Ties sharded leaves that are the same memory, even where this rank's part is empty."""
+    bases: list[TensorLeaf] = []
+    for leaf in sharing:
+        base = next((base for base in bases if _is_alike(leaf, base)), None)
+        if base is None:
+            bases.append(leaf)
+            continue
+        leaf.node["alias"] = base.path
+        dropped.add(id(leaf))
 
 
 def byte_range(tensor: torch.Tensor) -> tuple[int, int]:

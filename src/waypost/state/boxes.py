@@ -1,9 +1,8 @@
-"""Boxes: parts of a tensor in its global coordinates, and the byte ranges that hold them."""
+"""Boxes as callers give them: parts of a tensor in its global coordinates."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from math import prod
+from collections.abc import Sequence
 
 
 def bounds(
@@ -30,39 +29,3 @@ def bounds(
             raise ValueError(f"box {start} to {stop} in a dimension of size {size}")
         found.append((start, stop))
     return tuple(found)
-
-
-def ranges(
-    box: Sequence[tuple[int, int]], shape: tuple[int, ...], item_bytes: int
-) -> Iterator[tuple[int, int, int]]:
-    """Yields the contiguous byte ranges of a box in a row-major tensor.
-
-    Args:
-        box: (start, stop) for every dimension of ``shape``.
-        shape: Of the whole tensor.
-        item_bytes: Bytes of one element.
-
-    Yields:
-        First byte in the tensor, first byte in the box's own row-major memory, length in bytes.
-    """
-    lengths = [stop - start for start, stop in box]
-    if not prod(lengths):
-        return
-    inner = len(shape)
-    while inner and lengths[inner - 1] == shape[inner - 1]:
-        inner -= 1
-    run = prod(shape[inner:]) * item_bytes
-    if inner:
-        run *= lengths[inner - 1]
-    strides = [prod(shape[dimension + 1 :]) * item_bytes for dimension in range(len(shape))]
-    base = sum(start * stride for (start, _), stride in zip(box, strides, strict=True))
-    outer = lengths[: max(0, inner - 1)]
-    at = 0
-    for number in range(prod(outer)):
-        offset = base
-        rest = number
-        for dimension in reversed(range(len(outer))):
-            rest, index = divmod(rest, outer[dimension])
-            offset += index * strides[dimension]
-        yield offset, at, run
-        at += run

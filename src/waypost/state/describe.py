@@ -13,30 +13,46 @@ from typing import Any
 import torch
 
 from waypost.buffers import Source
-from waypost.format import documents, paths, values
+from waypost.format import documents, paths, shardings, trees, values
 from waypost.format.jsontext import Json
+from waypost.format.shardings import Box, Ranks, Sharding, whole
 from waypost.format.tensortypes import TensorType
 from waypost.state import aliases, modules, optimizers
+from waypost.state import scopes as scoping
 from waypost.state.extensions import ExtensionEncoder
 from waypost.state.memory import TensorSource
-from waypost.state.tensors import TensorEncoder
+from waypost.state.scopes import Scopes
+from waypost.state.tensors import TensorEncoder, TensorLeaf
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Bytes to store: the path they belong to, their type, and where they come from."""
+    """What this rank holds of a tensor that has to be stored.
+
+    Attributes:
+        path: The path that the bytes belong to.
+        type: Of the whole tensor.
+        held: Boxes of it, and their bytes.
+        sharding: How it is spread over ranks; None when every rank holds all of it.
+        is_own: It is this rank's alone: every rank stores a tensor of that name for itself.
+        is_declared: The caller, or its kind, says that ranks that hold the same hold equal bytes.
+    """
 
     path: str
     type: TensorType
-    source: Source
+    held: tuple[tuple[Box, Source], ...]
+    sharding: Sharding | None = None
+    is_own: bool = False
+    is_declared: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What a state is made of.
+    """What a state is made of, as this rank sees it.
 
     Attributes:
-        entries: In the order of the state.
+        entries: In the order of the state. What each rank has for itself is a placeholder.
+        own: Nodes of this rank for the placeholders, by path.
         pieces: In the order of the entries and their trees.
         tensor_counts: Tensors of each entry, ties included.
         ties: Path of a leaf that is exactly another one, to that one's path.
@@ -44,24 +60,33 @@ class Description:
     """
 
     entries: dict[str, documents.Entry]
+    own: dict[str, Json]
     pieces: list[Piece]
     tensor_counts: dict[str, int]
     ties: dict[str, str]
     has_pickle: bool
 
 
-def describe(state: Mapping[str, object], *, allow_pickle: bool = False) -> Description:
+def describe(
+    state: Mapping[str, object],
+    *,
+    allow_pickle: bool = False,
+    ranks: Ranks = shardings.ONE,
+    scopes: Scopes = scoping.NONE,
+) -> Description:
     """Returns the description of ``state``.
 
     Args:
         state: Entry names to modules, optimizers, objects with ``state_dict``, tensors, values.
         allow_pickle: Pickle what nothing else can hold.
+        ranks: Who saves.
+        scopes: What the caller says of leaves.
 
     Raises:
         UnsupportedError: Something cannot be restored exactly; names its path.
         ValueError: The state is empty, or an entry's name is not a non-empty string.
     """
-    return _Describer(state, allow_pickle).run()
+    return _Describer(state, allow_pickle, ranks, scopes).run()
 
 
 def scope_of(value: object) -> str:
@@ -100,11 +125,17 @@ def check_state(state: Mapping[str, object], what: str) -> None:
 
 
 class _Describer:
-    def __init__(self, state: Mapping[str, object], allow_pickle: bool) -> None:
+    def __init__(
+        self, state: Mapping[str, object], allow_pickle: bool, ranks: Ranks, scopes: Scopes
+    ) -> None:
         check_state(state, "state")
         self._state = state
+        self._scopes = scopes.with_inferred(state) if ranks.world_size > 1 else scopes
+        self._is_many = ranks.world_size > 1
+        self._own: dict[str, Json] = {}
+        self._own_leaves: set[str] = set()
         self._values = values.Encoder(self._leaf, allow_pickle=allow_pickle)
-        self._tensors = TensorEncoder(self._values.node)
+        self._tensors = TensorEncoder(self._values.node, ranks)
         self._extensions = ExtensionEncoder(self._values.node, self._tensors)
 
     def run(self) -> Description:
@@ -115,7 +146,7 @@ class _Describer:
             found[name] = self._entry(name, self._state[name])
             counts[name] = len(self._tensors.leaves) - before
         leaves = self._tensors.leaves
-        kept = aliases.resolve(leaves)
+        kept = aliases.resolve(leaves, self._owner)
         self._tensors.shorten()
         ties = {
             leaf.path: leaf.node["alias"]
@@ -124,11 +155,34 @@ class _Describer:
         }
         return Description(
             entries={name: found[name] for name in self._state},
-            pieces=[Piece(leaf.path, leaf.type, TensorSource(leaf.tensor)) for leaf in kept],
+            own=self._own,
+            pieces=[self._piece(leaf) for leaf in kept],
             tensor_counts=counts,
             ties=ties,
             has_pickle=self._values.has_pickle,
         )
+
+    def _piece(self, leaf: TensorLeaf) -> Piece:
+        if leaf.held is None:
+            held: tuple[tuple[Box, Source], ...] = (
+                (whole(leaf.type.shape), TensorSource(leaf.tensor)),
+            )
+        else:
+            held = tuple((piece.box, TensorSource(piece.tensor)) for piece in leaf.held.pieces)
+        name = paths.leaf_of(leaf.path)
+        return Piece(
+            path=leaf.path,
+            type=leaf.type,
+            held=held,
+            sharding=None if leaf.held is None else leaf.held.sharding,
+            is_own=name in self._own_leaves,
+            is_declared=self._scopes.is_replicated(name)
+            or (leaf.held is not None and not leaf.held.is_assumed),
+        )
+
+    def _owner(self, leaf: TensorLeaf) -> object:
+        sharding = None if leaf.held is None else leaf.held.sharding
+        return leaf.held is not None, sharding, leaf.path in self._own_leaves
 
     def _leaf(self, value: Any, path: str) -> Json | None:
         return self._extensions.node(value, path)
@@ -149,7 +203,31 @@ class _Describer:
         else:
             kind, content = "tensor" if isinstance(value, torch.Tensor) else "value", value
         tree = self._values.node(content, path)
-        return documents.Entry(kind=kind, scope=scope_of(value), tree=tree, versions=versions)
+        scope = scope_of(value)
+        if scope == "per_rank" or self._scopes.is_per_rank(path):
+            scope = "per_rank"
+            self._take_own(tree, path)
+        elif self._is_many and self._scopes.has_per_rank:
+            tree = self._without_own(tree, path)
+        return documents.Entry(kind=kind, scope=scope, tree=tree, versions=versions)
+
+    def _take_own(self, tree: Json, path: str) -> None:
+        for leaf in trees.leaves(tree, path):
+            if self._scopes.is_per_rank(leaf.path) and self._scopes.declared(leaf.path):
+                raise ValueError(f"{leaf.path}: is declared both replicated and per_rank")
+        self._own_leaves.update(paths.leaf_of(leaf.path) for leaf in trees.leaves(tree, path))
+
+    def _without_own(self, tree: Json, path: str) -> Json:
+        """Returns the tree with placeholders where each rank has something for itself."""
+
+        def change(node: Json, at: str) -> Json:
+            if not self._scopes.is_per_rank(at):
+                return node
+            self._own[at] = node
+            self._take_own(node, at)
+            return {trees.PER_RANK: None}
+
+        return trees.changed(tree, path, change)
 
 
 def is_module(value: object) -> bool:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from waypost.errors import Difference
-from waypost.format import paths, tensornodes, tensortypes, trees
+from waypost.format import paths, shardings, tensornodes, tensortypes, trees
 from waypost.format.documents import Entry
+from waypost.format.shardings import Ranks, whole
+from waypost.format.tensortypes import TensorType
 from waypost.format.trees import Leaf
-from waypost.state import aliases, tensors
+from waypost.state import aliases, shards, tensors
 from waypost.state.memory import InPlaceTarget, is_direct, is_writable
-from waypost.state.restore import Restorer
+from waypost.state.restore import Region, Restorer
 from waypost.state.selection import Selection
 
 if TYPE_CHECKING:
@@ -44,9 +47,11 @@ class TensorMatcher:
         restorer: Told what has to be read.
         selection: The caller's choices.
         plan: Gets the differences and the steps.
+        ranks: Who loads.
     """
 
-    def __init__(self, restorer: Restorer, selection: Selection, plan: Plan) -> None:
+    def __init__(self, restorer: Restorer, selection: Selection, plan: Plan, ranks: Ranks) -> None:
+        self._ranks = ranks
         self._restorer = restorer
         self._selection = selection
         self._plan = plan
@@ -54,6 +59,7 @@ class TensorMatcher:
         self._by_entry: dict[str, list[str]] = {}
         self._filled: set[tuple[Any, ...]] = set()
         self._placed: list[_Placed] = []
+        self._made: dict[str, torch.Tensor] = {}
 
     def index(self, entries: Mapping[str, Entry]) -> None:
         """Learns the snapshot's leaves under the names that they have in the target."""
@@ -165,6 +171,8 @@ class TensorMatcher:
 
     def restored(self, path: str) -> Any:
         """Returns the restored value for a target path, once everything was read."""
+        if path in self._made:
+            return self._made[path]
         leaf = self._leaves[path]
         if leaf.tag == tensornodes.TAG:
             return self._restorer.tensor(leaf.tensor_node, leaf.path)
@@ -176,13 +184,54 @@ class TensorMatcher:
         if leaf is None or leaf.tag != tensornodes.TAG:
             return
         description = tensornodes.described(leaf.tensor_node, leaf.path)
+        if shards.is_dtensor(tensor):
+            self._try_sharded(leaf, tensor)
+            return
         if "alias" in description or not _is_plain(tensor) or not is_direct(tensor):
             return
         fits = tensortypes.parse(description["type"]) == tensors.type_of(tensor)
         base = self._restorer.base_of(leaf.tensor_node, leaf.path)
         if fits and base == leaf.path:
-            self._restorer.fill(base, InPlaceTarget(tensor))
+            self._restorer.fill(base, Region(InPlaceTarget(tensor)))
             self._restorer.stand_in(base, tensor, is_exact=True)
+
+    def make_sharded(self, state: Iterable[Leaf], parameter: torch.Tensor) -> None:
+        """Makes the tensors among ``state``, the state of a sharded parameter, sharded as well.
+
+        Those of the parameter's shape are spread like it; others that were sharded become equal on
+        its mesh.
+        """
+        for leaf in state:
+            is_new = not self._restorer.is_filled(leaf.path)
+            if not is_new or leaf.tag != tensornodes.TAG or leaf.is_inner:
+                continue
+            kind = leaf_type(leaf)
+            if kind.shape == tuple(parameter.shape):
+                fresh = shards.empty_like(parameter, getattr(torch, kind.dtype))
+            elif _is_divided(leaf):
+                empty = torch.empty(kind.shape, dtype=getattr(torch, kind.dtype))
+                fresh = shards.replicated_like(empty, parameter)
+            else:
+                continue
+            self._try_sharded(leaf, fresh)
+
+    def make_like(self, live: Mapping[str, torch.Tensor]) -> None:
+        """Makes values that will be handed over sharded where the target's own are."""
+        for path, tensor in live.items():
+            leaf = self._leaves.get(path)
+            if leaf is None or leaf.tag != tensornodes.TAG or not shards.is_dtensor(tensor):
+                continue
+            kind = leaf_type(leaf)
+            if kind.shape == tuple(tensor.shape):
+                fresh = shards.empty_like(tensor, getattr(torch, kind.dtype))
+                self._try_sharded(leaf, fresh)
+
+    def _try_sharded(self, leaf: Leaf, tensor: torch.Tensor) -> None:
+        """Fills a sharded tensor whose type and shape fit exactly."""
+        held = shards.held(tensor, self._ranks, leaf.path)
+        if leaf_type(leaf) == TensorType(tensors.dtype_name(tensor.dtype), held.shape):
+            self._fill_sharded(leaf, held)
+            self._restorer.stand_in(leaf.path, tensor, is_exact=False)
 
     def _tensor(self, path: str, target: torch.Tensor, leaf: Leaf, *, in_place: bool) -> bool:
         description = tensornodes.described(leaf.tensor_node, leaf.path)
@@ -190,6 +239,9 @@ class TensorMatcher:
         if not self._fits(path, target, saved, description):
             return False
         self._plan.loaded.append(leaf.path)
+        if shards.is_sharded(target):
+            self._sharded(path, target, leaf, saved, in_place=in_place)
+            return True
         self._place(path, target, leaf)
         base = self._restorer.base_of(leaf.tensor_node, leaf.path)
         if not in_place:
@@ -207,13 +259,68 @@ class TensorMatcher:
             self._plan.then(lambda: _copy(self.restored(path), target))
         return True
 
+    def _sharded(
+        self,
+        path: str,
+        target: torch.Tensor,
+        leaf: Leaf,
+        saved: TensorType,
+        *,
+        in_place: bool,
+    ) -> None:
+        """Plans a tensor of which this rank holds a part, or which is equal over a mesh."""
+        if not in_place:
+            self._made[path] = shards.empty_like(target, getattr(torch, saved.dtype))
+            self._fill_sharded(leaf, shards.held(self._made[path], self._ranks, path))
+            return
+        held = shards.held(target, self._ranks, path)
+        if saved.dtype == tensors.dtype_name(target.dtype):
+            self._fill_sharded(leaf, held)
+        else:
+            fresh_parts = [
+                shards.Piece(
+                    piece.box, torch.empty(piece.tensor.shape, dtype=getattr(torch, saved.dtype))
+                )
+                for piece in held.pieces
+            ]
+            self._fill_sharded(leaf, replace(held, pieces=tuple(fresh_parts)))
+            for new, old in zip(fresh_parts, held.pieces, strict=True):
+                self._plan.then(functools.partial(_copy, new.tensor, old.tensor))
+        self._restorer.stand_in(leaf.path, target, is_exact=False)
+
+    def _fill_sharded(self, leaf: Leaf, held: shards.Held) -> None:
+        """Plans to read the boxes of this rank into their memory."""
+        base = self._restorer.base_of(leaf.tensor_node, leaf.path)
+        if base is None:
+            self._restorer.need_tensor(leaf.tensor_node, leaf.path)
+            for piece in held.pieces:
+                self._plan.then(functools.partial(self._copy_box, leaf, piece))
+            return
+        replicas = None
+        if held.sharding is not None and held.pieces:
+            replicas = held.sharding.replicas(self._ranks.rank)
+        for piece in held.pieces:
+            memory = (piece.tensor.data_ptr(), piece.box, base)
+            if memory in self._filled:
+                continue
+            self._filled.add(memory)
+            is_whole = piece.box == whole(held.shape)
+            self._restorer.fill(
+                base,
+                Region(InPlaceTarget(piece.tensor), None if is_whole else piece.box, replicas),
+            )
+
+    def _copy_box(self, leaf: Leaf, piece: shards.Piece) -> None:
+        whole_tensor = self._restorer.tensor(leaf.tensor_node, leaf.path)
+        _copy(whole_tensor[tuple(slice(*pair) for pair in piece.box)], piece.tensor)
+
     def _fill(self, target: torch.Tensor, base: str) -> None:
         """Plans to read a piece into the target; memory that two targets share is read once."""
         memory = (target.data_ptr(), target.shape, target.stride(), base)
         if target.numel() and memory in self._filled:
             return
         self._filled.add(memory)
-        self._restorer.fill(base, InPlaceTarget(target))
+        self._restorer.fill(base, Region(InPlaceTarget(target)))
 
     def _place(self, path: str, target: torch.Tensor, leaf: Leaf) -> None:
         """Remembers where a target lies and which stored tensor it is filled from."""
@@ -236,9 +343,13 @@ class TensorMatcher:
             self._differ("type", path, refusal, saved.text)
             return False
         wanted = tensors.type_of(target)
-        layout = str(target.layout).removeprefix("torch.")
-        stored = description.get("layout", "strided")
-        problem = _kind_problem(target, description)
+        layout, stored = "strided", description.get("layout", "strided")
+        if not shards.is_sharded(target):
+            layout = str(target.layout).removeprefix("torch.")
+            problem = _kind_problem(target, description)
+        else:
+            is_composite = "parts" in description
+            problem = ("a sharded tensor", "a composite tensor") if is_composite else None
         if problem is not None:
             self._differ("type", path, *problem)
             return False
@@ -299,7 +410,23 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
+def _is_divided(leaf: Leaf) -> bool:
+    """Tells whether ranks held different parts of a tensor."""
+    text = tensornodes.described(leaf.tensor_node, leaf.path).get("sharding")
+    if text is None:
+        return False
+    sharding = shardings.parse(text)
+    return sharding.boxes is not None or bool(sharding.divided)
+
+
+def leaf_type(leaf: Leaf) -> TensorType:
+    """Returns type and shape of a leaf that is a tensor."""
+    return tensortypes.parse(tensornodes.described(leaf.tensor_node, leaf.path)["type"])
+
+
 def _refusal(target: torch.Tensor) -> str | None:
+    if shards.is_sharded(target):
+        return None
     if type(target) in (UninitializedParameter, UninitializedBuffer):
         return "a lazy parameter; run the module once before loading"
     if target.is_meta:
@@ -323,5 +450,5 @@ def _text(tensor: torch.Tensor) -> str:
 def _leaf_text(leaf: Leaf) -> str:
     if leaf.tag != tensornodes.TAG:
         return "a value"
-    kind = tensortypes.parse(tensornodes.described(leaf.tensor_node, leaf.path)["type"])
+    kind = leaf_type(leaf)
     return f"{kind.dtype} {kind.shape}"

@@ -8,17 +8,19 @@ state back. Nothing of the target changes until :meth:`Plan.place`.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import torch
 
 from waypost.errors import Difference, FormatError, MismatchError
-from waypost.format import classes, paths, trees
+from waypost.format import classes, paths, shardings, trees
 from waypost.format.documents import Entry
 from waypost.format.jsontext import Json
-from waypost.state import containers, modules, optimizers
+from waypost.format.shardings import Ranks
+from waypost.state import containers, modules, optimizers, shards
 from waypost.state.describe import has_state, is_last
 from waypost.state.extensions import is_generator, set_generator
 from waypost.state.inplace import TensorMatcher
@@ -37,6 +39,7 @@ class Plan:
         cast: Paths whose elements change their type.
         ignored: Entries of the snapshot that the target does not ask for.
         differences: Everything that does not fit.
+        elsewhere: What this rank's target does not have; no difference if another rank's does.
     """
 
     loaded: list[str] = field(default_factory=list)
@@ -45,12 +48,30 @@ class Plan:
     cast: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
     differences: list[Difference] = field(default_factory=list)
+    elsewhere: list[Difference] = field(default_factory=list)
     _actions: list[Callable[[], None]] = field(default_factory=list)
     _last: list[Callable[[], None]] = field(default_factory=list)
 
     def then(self, action: Callable[[], None], *, last: bool = False) -> None:
         """Adds a step to be taken when all bytes are there."""
         (self._last if last else self._actions).append(action)
+
+    def check(self, elsewhere: Iterable[Difference] | None = None) -> None:
+        """Makes sure that the target fits.
+
+        Args:
+            elsewhere: What no rank's target has; this rank's own if None.
+
+        Raises:
+            MismatchError: It does not; with all differences. Nothing was changed.
+        """
+        found = [*self.differences, *(self.elsewhere if elsewhere is None else elsewhere)]
+        if found:
+            raise MismatchError(
+                f"the target does not fit the snapshot: {len(found)} differences, nothing was "
+                f"loaded",
+                tuple(found),
+            )
 
     def place(self) -> None:
         """Hands everything that was read to the target; random streams last."""
@@ -71,14 +92,24 @@ def match(
     entries: Mapping[str, Entry],
     restorer: Restorer,
     selection: Selection,
+    ranks: Ranks = shardings.ONE,
+    skipped: Collection[str] = (),
 ) -> Plan:
     """Returns the plan for filling ``into``; ``restorer`` then knows what has to be read.
 
+    Args:
+        into: The target.
+        entries: Of the snapshot, as this rank sees it.
+        restorer: For values, and told what has to be read.
+        selection: The caller's choices.
+        ranks: Who loads.
+        skipped: Entries that are restored by other means.
+
     Raises:
-        MismatchError: With all differences; nothing was changed.
+        MismatchError: There is nothing in common; nothing was changed.
         UnsupportedError: A class or a permission that the snapshot needs is not there.
     """
-    return _Matcher(into, entries, restorer, selection).run()
+    return _Matcher(into, entries, restorer, selection, ranks, skipped).run()
 
 
 class _Matcher:
@@ -88,20 +119,25 @@ class _Matcher:
         entries: Mapping[str, Entry],
         restorer: Restorer,
         selection: Selection,
+        ranks: Ranks,
+        skipped: Collection[str],
     ) -> None:
+        self._is_many = ranks.world_size > 1
+        self._skipped = skipped
         self._into = into
         self._entries = entries
         self._restorer = restorer
         self._selection = selection
         self._plan = Plan()
         self._sources = _sources(entries, selection)
-        self._tensors = TensorMatcher(restorer, selection, self._plan)
+        self._tensors = TensorMatcher(restorer, selection, self._plan, ranks)
 
     def run(self) -> Plan:
         plan = self._plan
         self._tensors.index(self._entries)
         for name, target in self._into.items():
-            self._entry(name, target)
+            if name not in self._skipped:
+                self._entry(name, target)
         self._tensors.check_overlaps()
         taken = {self._sources.get(paths.segment(name)) for name in self._into}
         plan.ignored = [name for name in self._entries if name not in taken]
@@ -111,13 +147,10 @@ class _Matcher:
                 for difference in plan.differences
                 if difference.kind not in ("missing", "unexpected")
             ]
-        if plan.differences:
-            raise MismatchError(
-                f"the target does not fit the snapshot: {len(plan.differences)} differences, "
-                f"nothing was loaded",
-                tuple(plan.differences),
-            )
-        if not plan.loaded:
+        if self._is_many:
+            plan.elsewhere = [found for found in plan.differences if _may_be_elsewhere(found)]
+            plan.differences = [f for f in plan.differences if not _may_be_elsewhere(f)]
+        if not (plan.loaded or plan.differences or plan.elsewhere or self._skipped):
             raise MismatchError(
                 f"nothing in common: the snapshot holds the entries {sorted(self._entries)}, the "
                 f"target has {sorted(self._into)}; nothing was loaded",
@@ -188,6 +221,8 @@ class _Matcher:
             return
         restorer = self._restorer
         classes.check_tree(entry.tree, path)
+        if self._is_many and has_state(target):
+            self._tensors.make_like(containers.tensors(target.state_dict(), path))
         restorer.need(entry.tree, path)
         self._plan.loaded.extend(leaf.path for leaf in trees.leaves(entry.tree, path))
         if has_state(target):
@@ -261,6 +296,9 @@ class _Matcher:
         self._refuse_values(path, source)
         if entry is None or source is None:
             return
+        if self._is_many:
+            tree = _held_part(entry.tree, paths.segment(source), found, self._selection.renamed)
+            entry = msgspec.structs.replace(entry, tree=tree)
         leaves = list(trees.leaves(entry.tree, paths.segment(source)))
         values = [leaf for leaf in leaves if leaf.tag != trees.TENSOR or leaf.is_inner]
         chosen = {self._selection.takes(leaf.path) for leaf in values} or {True}
@@ -322,27 +360,36 @@ class _Matcher:
         ]
         found = optimizers.differences(target, names, fixed, path, strict=self._selection.strict)
         self._plan.differences.extend(found)
-        if found:
+        if not all(self._is_many and _may_be_elsewhere(difference) for difference in found):
             return
-        state_path, state_node = items["state"]
+        if found:
+            entry = msgspec.structs.replace(entry, tree=_own_part(entry.tree, path, names))
+        state_path, state_node = next(
+            (at, node) for key, at, node in trees.children(entry.tree, path) or () if key == "state"
+        )
         self._reuse_state(target, names, state_node, state_path)
         self._restorer.need(state_node, state_path)
         self._plan.loaded.extend(leaf.path for leaf in trees.leaves(entry.tree, path))
         self._plan.then(lambda: self._place_optimizer(target, names, entry, path))
 
     def _reuse_state(
-        self, target: torch.optim.Optimizer, names: optimizers.Names, node: Any, path: str
+        self, target: torch.optim.Optimizer, names: optimizers.Names, node: Json, path: str
     ) -> None:
-        """Fills the optimizer's own tensors where they fit, so that no second copy is needed."""
+        """Fills the optimizer's own tensors where they fit, so that no second copy is needed.
+
+        Where a sharded parameter has no state yet, the state is made spread like the parameter.
+        """
         parameters = [value for group in target.param_groups for value in group["params"]]
         unshared = optimizers.unshared_state(target)
+        saved = {key: (at, child) for key, at, child in trees.children(node, path) or ()}
         for name, parameter in zip(names.by_position, parameters, strict=True):
-            live = target.state.get(parameter)
-            if live:
-                below = f"{path}/{paths.segment(name)}"
-                for key, tensor in live.items():
-                    if id(tensor) in unshared and isinstance(key, str):
-                        self._tensors.try_in_place(f"{below}/{paths.segment(key)}", tensor)
+            below = f"{path}/{paths.segment(name)}"
+            live = target.state.get(parameter) or {}
+            for key, tensor in live.items():
+                if id(tensor) in unshared and isinstance(key, str):
+                    self._tensors.try_in_place(f"{below}/{paths.segment(key)}", tensor)
+            if shards.is_dtensor(parameter) and name in saved:
+                self._tensors.make_sharded(trees.leaves(saved[name][1], saved[name][0]), parameter)
 
     def _place_optimizer(
         self, target: torch.optim.Optimizer, names: optimizers.Names, entry: Entry, path: str
@@ -396,6 +443,38 @@ def _group_nodes(items: Mapping[str, tuple[str, Json]]) -> tuple[str, list[dict[
     if not is_valid or "state" not in items:
         raise FormatError(f"{path or 'the optimizer'}: groups or state are missing")
     return path, groups  # type: ignore[return-value]  # checked above
+
+
+def _may_be_elsewhere(difference: Difference) -> bool:
+    """Tells whether a difference is only that the snapshot has more than this rank's target."""
+    is_group = difference.kind == "group" and difference.expected == optimizers.NOT_IN_GROUP
+    return difference.kind == "unexpected" or is_group
+
+
+def _held_part(tree: Json, path: str, held: Collection[str], renamed: Callable[[str], str]) -> Json:
+    """Returns a container's tree without the tensors that this rank's target does not have."""
+
+    def change(node: Json, at: str) -> Json:
+        is_tensor = isinstance(node, dict) and trees.TENSOR in node and len(node) == 1
+        return trees.DROP if is_tensor and renamed(at) not in held else node
+
+    return trees.changed(tree, path, change)
+
+
+def _own_part(tree: Json, path: str, names: optimizers.Names) -> Json:
+    """Returns an optimizer's tree with the parameters that this rank's optimizer has."""
+    known = set(names.by_position)
+
+    def change(node: Json, at: str) -> Json:
+        inside = at.split("/")[1:]
+        if inside in (["state"], ["shapes"]):
+            items = [(key, n) for key, _, n in trees.children(node, at) or () if key in known]
+            return trees.with_items(node, items)
+        if len(inside) == 3 and inside[0] == "param_groups" and inside[2] == "params":
+            return [name for name in node if name in known] if isinstance(node, list) else node
+        return node
+
+    return trees.changed(tree, path, change)
 
 
 def _is_hyperparameter(path: str) -> bool:

@@ -7,7 +7,7 @@ spelled alike, so ``decoder.module.weight`` of a model that has such a child kee
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -80,8 +80,8 @@ def needs_hooks(module: torch.nn.Module, state: Mapping[str, object]) -> bool:
         return True
     if any(
         _overrides_load(child)
-        or child._load_state_dict_pre_hooks
-        or child._load_state_dict_post_hooks
+        or any(map(_is_foreign, child._load_state_dict_pre_hooks.values()))
+        or any(map(_is_foreign, child._load_state_dict_post_hooks.values()))
         for child in module.modules()
     ):
         return True
@@ -109,6 +109,25 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return is_ordinary and tensor.layout == torch.strided and not tensor.is_meta
 
 
+def synchronised(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields clean name and tensor of what DistributedDataParallel keeps equal on all ranks.
+
+    Parameters that it was told to ignore are left out; so are buffers that it does not broadcast.
+    """
+    wrapped = _wrapper_prefixes(module)
+    for prefix, child in module.named_modules():
+        if not isinstance(child, torch.nn.parallel.DistributedDataParallel):
+            continue
+        ignored = set(getattr(child, "parameters_to_ignore", ()))
+        tensors = dict(child.module.named_parameters(remove_duplicate=False))
+        if child.broadcast_buffers:
+            tensors |= dict(child.module.named_buffers(remove_duplicate=False))
+        below = f"{prefix}.module." if prefix else "module."
+        for name, tensor in tensors.items():
+            if name not in ignored:
+                yield _clean(below + name, wrapped), tensor
+
+
 def parameter_names(module: torch.nn.Module) -> dict[int, str]:
     """Returns the clean name of each parameter, by the parameter's identity."""
     found = dict(module.named_parameters(remove_duplicate=False))
@@ -117,6 +136,16 @@ def parameter_names(module: torch.nn.Module) -> dict[int, str]:
     for name, parameter in found.items():
         names.setdefault(id(parameter), cleaned[name])
     return names
+
+
+def _is_foreign(hook: Any) -> bool:
+    """Tells whether a hook on loading is user code.
+
+    Those of torch's own sharding only bring parameters into their sharded form, in which
+    ``state_dict()`` has given them.
+    """
+    function = getattr(hook, "hook", hook)
+    return not str(getattr(function, "__module__", "")).startswith("torch.distributed.")
 
 
 def _overrides_load(module: torch.nn.Module) -> bool:

@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from waypost.errors import Difference, UnsupportedError
 from waypost.state.modules import parameter_names
+
+NOT_IN_GROUP: Final = "not in the group"
+"""How a difference says that a parameter is on one side only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,11 +192,11 @@ def unshared_state(optimizer: torch.optim.Optimizer) -> set[int]:
 
 def _group_differences(wanted: tuple[str, ...], saved: list[str], path: str) -> list[Difference]:
     missing = [
-        Difference(kind="group", path=path, expected=f"parameter {name}", actual="not in the group")
+        Difference(kind="group", path=path, expected=f"parameter {name}", actual=NOT_IN_GROUP)
         for name in sorted(set(wanted) - set(saved))
     ]
     unexpected = [
-        Difference(kind="group", path=path, expected="not in the group", actual=f"parameter {name}")
+        Difference(kind="group", path=path, expected=NOT_IN_GROUP, actual=f"parameter {name}")
         for name in sorted(set(saved) - set(wanted))
     ]
     return missing + unexpected
@@ -241,7 +244,9 @@ def place(optimizer: torch.optim.Optimizer, names: Names, saved: Mapping[str, An
         _restore_dtypes(optimizer, by_name, saved["state"])
         return
     state: defaultdict[Any, Any] = defaultdict(dict)
-    for name, value in saved["state"].items():
+    last = len(position)
+    for name in sorted(saved["state"], key=lambda name: position.get(name, last)):
+        value = saved["state"][name]
         parameter = by_name.get(name)
         state[name if parameter is None else parameter] = (
             value if parameter is None else _on_device(value, parameter)

@@ -6,7 +6,8 @@ puts values together. A tensor that stands in the target may be filled where it 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,9 +17,25 @@ from waypost.errors import FormatError
 from waypost.format import paths, tensornodes, trees, values
 from waypost.format.documents import Entry
 from waypost.format.jsontext import Json
+from waypost.format.shardings import Box
 from waypost.state.extensions import ExtensionDecoder
 from waypost.state.memory import FreshTarget
 from waypost.state.tensors import TensorDecoder
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Memory to be filled with a box of a stored piece.
+
+    Attributes:
+        target: The memory, of the box in row-major order.
+        box: In global coordinates; None for all of the piece.
+        replicas: The ranks that fill the same box of the same piece; None for all ranks.
+    """
+
+    target: Target
+    box: Box | None = None
+    replicas: tuple[int, ...] | None = None
 
 
 class Restorer:
@@ -26,21 +43,25 @@ class Restorer:
 
     Args:
         entries: All entries of the snapshot.
-        sizes: Bytes of each stored piece, by path.
+        size: Returns the bytes of a stored piece by path.
         allow_pickle: Unpickle what was pickled.
     """
 
     def __init__(
-        self, entries: Mapping[str, Entry], sizes: Mapping[str, int], *, allow_pickle: bool = False
+        self,
+        entries: Mapping[str, Entry],
+        size: Callable[[str], int],
+        *,
+        allow_pickle: bool = False,
     ) -> None:
         self._entries = entries
-        self._sizes = sizes
+        self._size = size
         self._fresh: dict[str, FreshTarget] = {}
         self._filled: dict[str, torch.Tensor] = {}
         self._stand_ins: dict[str, torch.Tensor] = {}
         self._typed: dict[str, torch.Tensor] = {}
         self._leaves: dict[str, trees.Leaf] | None = None
-        self.targets: dict[str, list[Target]] = {}
+        self.targets: dict[str, list[Region]] = {}
         self._values = values.Decoder(self._restore, allow_pickle=allow_pickle)
         self._tensors = TensorDecoder(self._piece, self._values.value, self._tensor_at)
         self._extensions = ExtensionDecoder(self._values.value, self._tensors)
@@ -64,14 +85,15 @@ class Restorer:
             elif base != path:
                 self.need_tensor(leaf.tensor_node, base)
 
-    def fill(self, path: str, target: Target) -> None:
-        """Notes that the piece at ``path`` goes into existing memory.
+    def fill(self, path: str, region: Region) -> None:
+        """Notes that the piece at ``path``, or a box of it, goes into existing memory.
 
         Raises:
             FormatError: What is stored has another size.
         """
-        self._check_size(path, target.nbytes)
-        self.targets.setdefault(path, []).append(target)
+        if region.box is None:
+            self._check_size(path, region.target.nbytes)
+        self.targets.setdefault(path, []).append(region)
 
     def stand_in(self, path: str, tensor: torch.Tensor, *, is_exact: bool) -> None:
         """Notes that values contain ``tensor`` where the leaf at ``path`` stands.
@@ -84,6 +106,10 @@ class Restorer:
         self._stand_ins[path] = tensor
         if is_exact:
             self._filled[path] = tensor
+
+    def is_filled(self, path: str) -> bool:
+        """Tells whether the leaf at ``path`` is restored in existing memory."""
+        return path in self._stand_ins
 
     def value(self, node: Json, path: str) -> Any:
         """Returns the value of ``node``, once all that it needs was read."""
@@ -123,12 +149,7 @@ class Restorer:
         if path not in self._fresh:
             self._check_size(path, nbytes)
             self._fresh[path] = FreshTarget(nbytes)
-            self.targets.setdefault(path, []).append(self._fresh[path])
-
-    def _size(self, path: str) -> int:
-        if path not in self._sizes:
-            raise FormatError(f"{path}: no data file holds this leaf")
-        return self._sizes[path]
+            self.targets.setdefault(path, []).append(Region(self._fresh[path]))
 
     def _check_size(self, path: str, nbytes: int) -> None:
         if self._size(path) != nbytes:

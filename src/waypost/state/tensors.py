@@ -20,8 +20,11 @@ from waypost.errors import FormatError, UnsupportedError
 from waypost.format import classes, tensortypes
 from waypost.format.jsontext import Json
 from waypost.format.paths import part_path
+from waypost.format.shardings import Ranks
 from waypost.format.tensornodes import TAG, described
 from waypost.format.tensortypes import TensorType
+from waypost.state import shards
+from waypost.state.shards import Held
 
 _SPARSE: Final = {
     torch.sparse_coo: ("sparse_coo", ("indices", "values")),
@@ -37,12 +40,21 @@ _QUANTIZED: Final = {torch.qint8: "int8", torch.quint8: "uint8", torch.qint32: "
 
 @dataclass(slots=True)
 class TensorLeaf:
-    """A strided tensor whose bytes are to be stored; ``node`` is what the tree holds for it."""
+    """A strided tensor whose bytes are to be stored.
+
+    Attributes:
+        path: Its name.
+        tensor: Its elements; of a sharded one, those of this rank.
+        type: Of the whole tensor.
+        node: What the tree holds for it.
+        held: What this rank holds of it, when it is sharded.
+    """
 
     path: str
     tensor: torch.Tensor
     type: TensorType
     node: dict[str, Any]
+    held: Held | None = None
 
 
 @functools.cache
@@ -66,13 +78,16 @@ class TensorEncoder:
 
     Args:
         value: Turns a plain value into a node (for the context of wrapper subclasses).
+        ranks: Who saves.
     """
 
-    def __init__(self, value: Callable[[Any, str], Json]) -> None:
+    def __init__(self, value: Callable[[Any, str], Json], ranks: Ranks) -> None:
         self._value = value
+        self._ranks = ranks
         self.leaves: list[TensorLeaf] = []
         self._paths: set[str] = set()
         self._holders: list[dict[str, Any]] = []
+        self._stand_ins: dict[int, torch.Tensor] = {}
 
     def node(self, tensor: torch.Tensor, path: str) -> Json:
         """Returns the node of ``tensor``.
@@ -101,6 +116,8 @@ class TensorEncoder:
         refusal = _refusal(tensor)
         if refusal:
             raise UnsupportedError(f"{path}: {refusal}", path=path)
+        if shards.is_sharded(tensor):
+            return self._describe_sharded(tensor, path)
         if not _is_native(tensor):
             if hasattr(tensor, "__tensor_flatten__"):
                 return self._describe_wrapper(tensor, path)
@@ -120,6 +137,25 @@ class TensorEncoder:
         if order is not None:
             description["order"] = order
         self.leaves.append(TensorLeaf(path, tensor, kind, description))
+        return description
+
+    def _describe_sharded(self, tensor: torch.Tensor, path: str) -> dict[str, Any]:
+        held = shards.held(tensor, self._ranks, path)
+        kind = TensorType(dtype_name(tensor.dtype), held.shape)
+        for piece in held.pieces:
+            if not _is_native(piece.tensor) or piece.tensor.layout != torch.strided:
+                raise UnsupportedError(
+                    f"{path}: its local part is a {type(piece.tensor).__name__}, not a plain "
+                    f"tensor",
+                    path=path,
+                )
+        description: dict[str, Any] = {"type": kind.text}
+        if held.sharding is not None:
+            description["sharding"] = held.sharding.text
+        memory = held.memory
+        if memory is None:
+            memory = self._stand_ins.setdefault(id(tensor), torch.empty(0))
+        self.leaves.append(TensorLeaf(path, memory, kind, description, held))
         return description
 
     def _describe_sparse(self, tensor: torch.Tensor, path: str) -> dict[str, Any]:
@@ -295,6 +331,9 @@ def _refusal(tensor: torch.Tensor) -> str | None:
     by_class = _class_refusal(type(tensor))
     if by_class is not None:
         return by_class
+    if shards.is_sharded(tensor):
+        is_known = tensortypes.is_known(dtype_name(tensor.dtype))
+        return None if is_known else f"the dtype {tensor.dtype} is not known to this version"
     if tensor.is_meta:
         return "a tensor on the device 'meta' has no content; materialise it before saving"
     if tensor.is_nested:
@@ -315,8 +354,6 @@ def _class_refusal(cls: type) -> str | None:
         return "a lazy parameter has no content yet; run the module once before saving"
     if names & {"FakeTensor", "FunctionalTensor"}:
         return f"a {cls.__name__} has no content of its own"
-    if "DTensor" in names:
-        return "a DTensor needs a process group, which this version does not save from yet"
     return None
 
 

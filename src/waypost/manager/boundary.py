@@ -1,0 +1,204 @@
+"""How ranks come to act at the same step, without waiting for one another at every step.
+
+A rank that wants something (a signal has come, time has passed) raises a flag. Every rank looks for
+flags at each of its boundaries, notes the first step at which it saw one, goes on for one more
+step, and waits there if it must. When all have seen it, rank 0 names the step: one after the last
+at which any rank saw it, which no rank can have passed. Ranks that run in step through the
+collectives of their training never block one another by this, and ranks that run freely do not run
+away.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from waypost.comm import Group
+from waypost.comm.failures import ranks_text
+from waypost.errors import CoordinationTimeoutError, PeerError
+
+_AHEAD_STEPS = 1
+"""Steps that a rank goes on after it has seen a flag, before it waits for the decision."""
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank wants all ranks to do.
+
+    Attributes:
+        reason: Why to save.
+        signal: The signal that asks the job to stop after that; 0 to go on.
+    """
+
+    reason: str
+    signal: int = 0
+
+
+class Departure(msgspec.Struct, frozen=True, kw_only=True):
+    """How a rank left the block of its training.
+
+    Attributes:
+        step: Steps done.
+        error: What its training raised; empty when it left because of another rank.
+    """
+
+    step: int
+    error: str = ""
+
+
+class _Decided(msgspec.Struct, frozen=True, kw_only=True):
+    """At which step all do what was asked."""
+
+    step: int
+    request: Request
+
+
+class Boundary:
+    """The flags of one run of training, on one rank.
+
+    Args:
+        group: The ranks.
+        name: Unique to this training.
+        timeout_s: Longest wait for the other ranks.
+    """
+
+    def __init__(self, group: Group, name: str, timeout_s: float) -> None:
+        self._group = group
+        self._channel = group.channel
+        self._name = name
+        self._timeout_s = timeout_s
+        self._number = 0
+        self._news = 0
+        self._asked: Request | None = None
+        self._seen: int | None = None
+        self._decided: _Decided | None = None
+
+    @property
+    def stop_signal(self) -> int:
+        """The signal by which the job was asked to stop, as far as this rank knows; 0 if none."""
+        return self._decided.request.signal if self._decided is not None else 0
+
+    def reach(self, step: int, wanted: Request | None) -> Request | None:
+        """Returns what all ranks do now, after ``step``, if anything.
+
+        Args:
+            step: Steps done.
+            wanted: What this rank wants; given again at each boundary until it is done.
+
+        Raises:
+            PeerError: The training of another rank has failed.
+            CoordinationTimeoutError: Other ranks did not come to a boundary in time.
+        """
+        if wanted is not None and self._asked is None and self._seen is None:
+            self._asked = wanted
+            self._channel.set(self._key("ask"), msgspec.msgpack.encode(wanted))
+            self._channel.add(self._key_of_news, 1)
+        self._look(step)
+        if self._seen is not None and self._decided is None:
+            is_late = step >= self._seen + _AHEAD_STEPS
+            self._decide(self._timeout_s if is_late else 0.0)
+        if self._decided is None or step < self._decided.step:
+            return None
+        request = self._decided.request
+        self._next()
+        return request
+
+    def end(self, step: int) -> None:
+        """Tells the others that this rank does not come to another boundary."""
+        self._channel.set(self._key(f"seen/{self._group.rank}"), str(step).encode())
+
+    def leave(self, departure: Departure) -> None:
+        """Tells the others that this rank's training has ended by an error."""
+        key = f"{self._name}/left/{self._group.rank}"
+        self._channel.set(key, msgspec.msgpack.encode(departure))
+        self._channel.add(self._key_of_news, 1)
+
+    def all_left_alike(self, departure: Departure, grace_s: float) -> bool:
+        """Tells whether the training of every rank has failed after the same step."""
+        keys = [f"{self._name}/left/{rank}" for rank in range(self._group.world_size)]
+        found = self._channel.wait(keys, min(grace_s, self._timeout_s))
+        others = [msgspec.msgpack.decode(data, type=Departure) for data in found.values()]
+        is_alike = all(other.error and other.step == departure.step for other in others)
+        return len(found) == len(keys) and is_alike
+
+    def close(self) -> None:
+        """Removes the keys that nobody looks at any more."""
+        if self._group.rank == 0:
+            self._channel.delete(self._keys(self._number))
+
+    def _look(self, step: int) -> None:
+        """Looks whether there is anything new: one message to the store at each boundary."""
+        news = self._channel.add(self._key_of_news, 0)
+        if news == self._news and self._seen is None:
+            return
+        self._news = news
+        self._raise_departures()
+        if self._seen is None and self._channel.wait([self._key("ask")], 0.0):
+            self._seen = step
+            self._channel.set(self._key(f"seen/{self._group.rank}"), str(step).encode())
+
+    def failed(self) -> dict[int, str]:
+        """Returns the other ranks whose training has failed, with what it raised."""
+        others = [rank for rank in range(self._group.world_size) if rank != self._group.rank]
+        found = self._channel.wait([f"{self._name}/left/{rank}" for rank in others], 0.0)
+        errors: dict[int, str] = {}
+        for key, data in found.items():
+            departure = msgspec.msgpack.decode(data, type=Departure)
+            if departure.error:
+                errors[int(key.rpartition("/")[2])] = departure.error
+        return errors
+
+    def _raise_departures(self) -> None:
+        errors = self.failed()
+        if errors:
+            said = "\n".join(f"  rank {rank}: {text}" for rank, text in sorted(errors.items()))
+            raise PeerError(
+                f"the training of {ranks_text(tuple(sorted(errors)))} has failed, and so this "
+                f"rank's ends too\n{said}",
+                errors,
+            )
+
+    def _decide(self, timeout_s: float) -> None:
+        """Learns the step at which all act; rank 0 names it when all have seen the flag."""
+        if self._group.rank == 0:
+            keys = {self._key(f"seen/{rank}"): rank for rank in range(self._group.world_size)}
+            found = self._channel.wait(list(keys), timeout_s)
+            if len(found) == len(keys):
+                step = max(map(int, found.values())) + _AHEAD_STEPS
+                data = self._channel.wait([self._key("ask")], 0.0)[self._key("ask")]
+                request = msgspec.msgpack.decode(data, type=Request)
+                self._decided = _Decided(step=step, request=request)
+                self._channel.set(self._key("at"), msgspec.msgpack.encode(self._decided))
+            elif timeout_s:
+                self._give_up(tuple(sorted(r for key, r in keys.items() if key not in found)))
+            return
+        found = self._channel.wait([self._key("at")], timeout_s)
+        if found:
+            self._decided = msgspec.msgpack.decode(found[self._key("at")], type=_Decided)
+        elif timeout_s:
+            self._give_up((0,))
+
+    def _give_up(self, missing: tuple[int, ...]) -> None:
+        self._raise_departures()
+        raise CoordinationTimeoutError(
+            f"{ranks_text(missing)} did not come to the end of a step within "
+            f"{self._timeout_s:g} s (timeout_s), while the others waited to save",
+            missing,
+        )
+
+    def _next(self) -> None:
+        """Is ready for the next request; removes the keys of the one before this one."""
+        if self._group.rank == 0 and self._number:
+            self._channel.delete(self._keys(self._number - 1))
+        self._number += 1
+        self._news = -1  # what was asked for meanwhile has been counted, but not looked at
+        self._asked = self._seen = self._decided = None
+
+    def _keys(self, number: int) -> list[str]:
+        whats = ["ask", "at", *(f"seen/{rank}" for rank in range(self._group.world_size))]
+        return [f"{self._name}/{number}/{what}" for what in whats]
+
+    def _key(self, what: str) -> str:
+        return f"{self._name}/{self._number}/{what}"
+
+    @property
+    def _key_of_news(self) -> str:
+        return f"{self._name}/news"

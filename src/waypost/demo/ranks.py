@@ -195,23 +195,13 @@ def compare(left: RanksCourse, right: RanksCourse, ranks: int, steps: int) -> li
     checks = [
         Check(title="losses and draws", extent=f"{steps} steps × {ranks} ranks", problem=problem)
     ]
-    ours, theirs = (waypost.open(f"{course.run}@latest") for course in (left, right))
+    first, second = (waypost.open(f"{course.run}@latest") for course in (left, right))
     for entry in ("model", "optimizer", "progress"):
-        one, other = (list(flatten(opened.state_dict(entry), entry)) for opened in (ours, theirs))
-        checks.append(
-            Check(title=entry, extent=f"{len(one)} leaves", problem=first_difference(one, other))
-        )
+        states = [opened.state_dict(entry) for opened in (first, second)]
+        checks.append(_compared(entry, *states))
     for rank in range(ranks):
-        one, other = (
-            list(flatten(opened.state_dict("rng", rank=rank), "rng")) for opened in (ours, theirs)
-        )
-        checks.append(
-            Check(
-                title=f"random streams of rank {rank}",
-                extent=f"{len(one)} leaves",
-                problem=first_difference(one, other),
-            )
-        )
+        states = [opened.state_dict("rng", rank=rank) for opened in (first, second)]
+        checks.append(_compared(f"random streams of rank {rank}", *states))
     return [*checks, _verified(left), _verified(right)]
 
 
@@ -231,6 +221,11 @@ def compare_moved(left: RanksCourse, moved: RanksCourse, counts: Sequence[int]) 
         problem=problem,
         verdict=f"within {largest:.0e}, of {LOSS_TOLERANCE:.0e} allowed: sums in another order",
     )
+
+
+def _compared(title: str, left: object, right: object) -> Check:
+    one, other = list(flatten(left, title)), list(flatten(right, title))
+    return Check(title=title, extent=f"{len(one)} leaves", problem=first_difference(one, other))
 
 
 def _all_steps(course: RanksCourse, rank: int) -> dict[int, set[tuple[str, str]]]:

@@ -42,8 +42,9 @@ class Training:
         model = DigitReader()
         _drop_nothing(model)
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        self.model = fully_shard(model, mesh=mesh)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3, weight_decay=0.05)
+        fully_shard(model, mesh=mesh)
+        self.model = model
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.05)
         own_seed = seed + dist.get_rank()
         random.seed(own_seed)
         np.random.seed(own_seed)

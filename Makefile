@@ -64,6 +64,8 @@ demo: $(READY) ## a training run that is killed and goes on
 
 bench: $(BENCH_READY) ## measure Waypost beside its peers on this machine
 	@$(BENCH)/bin/python -m benchmarks $(ARGS)
+	@$(BENCH)/bin/python -m benchmarks.plan
+	@$(BENCH)/bin/python -m benchmarks.ranks
 
 lock: $(READY) ## write the versions of .venv into the lock file
 	@{ sed -n '/^#/p' $(LOCK); \

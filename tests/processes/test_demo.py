@@ -56,6 +56,29 @@ def test_quick_demo_ends_the_same(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_demo_on_ranks_ends_the_same(tmp_path):
+    """A sharded job: a rank killed, and moved from 2 ranks to 1 and to 4."""
+    directory = tmp_path / "demo"
+    demo = run_demo(
+        *("--ranks", "2", "--steps", "30", "--kills", "1", "--keep", "--dir", str(directory))
+    )
+    print(demo.stdout, demo.stderr)
+    assert demo.returncode == 0
+    assert "On 2 ranks both runs are the same, bit for bit" in demo.stdout
+    assert "SIGKILL to rank 0" in demo.stdout
+    assert "losses on 2 → 1 → 4 ranks" in demo.stdout
+    for name in ("undisturbed", "restarted", "moved"):
+        assert newest_committed(directory / name / "run") == 30
+    worlds = [
+        line.split()[3]
+        for line in (directory / "moved" / "rank-0.log").read_text().splitlines()
+        if line.startswith("start")
+    ]
+    assert worlds == ["2", "1", "4"]
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_demo_fails_when_the_resume_is_not_exact(tmp_path):
     directory = tmp_path / "demo"

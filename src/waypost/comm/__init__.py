@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from waypost.comm import distributed
-from waypost.comm.agreement import Agreement, Subject
+from waypost.comm.agreement import Agreement, Subject, names_text
 from waypost.comm.group import Channel, Exchange, Group, Solo
 
-__all__ = ["Agreement", "Channel", "Exchange", "Group", "Solo", "Subject", "group_of"]
+__all__ = ["Agreement", "Channel", "Exchange", "Group", "Solo", "Subject", "group_of", "names_text"]
 
 ALONE = "self"
 """As ``process_group``: this process alone, also within a distributed job."""

@@ -50,6 +50,11 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
     facts: dict[str, str]
 
 
+def names_text(named: object) -> str:
+    """Returns the names in a mapping as a fact that ranks can compare, whatever it is."""
+    return ", ".join(sorted(map(str, named))) if isinstance(named, Mapping) else repr(named)[:200]
+
+
 class _Said(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One rank's message of a round."""
 

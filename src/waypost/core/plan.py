@@ -181,7 +181,7 @@ def _claims(
             replicas: tuple[int, ...] = (ranks.rank,)
         elif piece.sharding is None:
             replicas = everywhere
-        elif ranks.rank in piece.sharding.ranks:
+        elif piece.sharding.includes(ranks.rank):
             replicas = piece.sharding.replicas(ranks.rank)
         else:
             continue

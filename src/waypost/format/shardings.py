@@ -100,6 +100,10 @@ class Sharding:
     def _positions(self) -> dict[int, int]:
         return {rank: position for position, rank in enumerate(self.ranks)}
 
+    def includes(self, rank: int) -> bool:
+        """Tells whether ``rank`` takes part."""
+        return rank in self._positions
+
     def parts(self, rank: int, shape: tuple[int, ...]) -> tuple[Part, ...]:
         """Returns what ``rank`` holds of a tensor of ``shape``, in the order of its own memory.
 

@@ -203,7 +203,7 @@ class Comparison:
         if piece.sharding is None:
             return tuple(range(self._group.world_size))
         rank = self._group.rank
-        found = piece.sharding.replicas(rank) if rank in piece.sharding.ranks else ()
+        found = piece.sharding.replicas(rank) if piece.sharding.includes(rank) else ()
         return found if len(found) > 1 else ()
 
     def _grouped(self, pieces: list[Piece]) -> dict[str, list[Piece]]:

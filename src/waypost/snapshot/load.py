@@ -13,7 +13,7 @@ from waypost import collector, limits
 from waypost.audit import opening
 from waypost.audit.naming import is_snapshot, locate
 from waypost.clock import SYSTEM_CLOCK
-from waypost.comm import Agreement, Group, Subject, group_of
+from waypost.comm import Agreement, Group, Subject, group_of, names_text
 from waypost.errors import (
     Difference,
     NotFoundError,
@@ -192,7 +192,6 @@ def load_at(
         group: The ranks.
         settings: All options, resolved.
     """
-    describe.check_state(into, "into")
     return _Load(find, near, into, loading, group, settings).run()
 
 
@@ -215,8 +214,7 @@ class _Load:
         self._group = group
         self._settings = settings
         self._count = 0
-        entries = ", ".join(sorted(into))
-        facts = {"entries": entries, "reshard": ", ".join(sorted(loading.reshard))}
+        facts = {"entries": names_text(into), "reshard": names_text(loading.reshard)}
         subject = Subject(call="load", facts={**facts, **loading.facts})
         self._call = Agreement(group, subject, settings.timeout_s)
 
@@ -263,7 +261,7 @@ class _Load:
                 "manifest": msgspec.json.encode(opening.read_manifest(location)),
             }
 
-        said = self._call.share("describe", lambda: None, find)
+        said = self._call.share("describe", lambda: describe.check_state(self._into, "into"), find)
         location = found[0] if found else within(self._near, said["url"], said["path"])
         return location, msgspec.json.decode(said["manifest"], type=Manifest)
 
@@ -315,7 +313,7 @@ class _Load:
         return self._count
 
     def _place(self, plan: Plan, sharing: Sharing, resharded: Resharded) -> None:
-        sharing.exchange(self._call.name)
+        sharing.exchange(self._call.name, self._call.progress)
         plan.place()
         resharded.place()
 

@@ -13,7 +13,7 @@ import msgspec
 
 from waypost import collector
 from waypost.clock import SYSTEM_CLOCK, Clock, timestamp
-from waypost.comm import Agreement, Group, Subject, group_of
+from waypost.comm import Agreement, Group, Subject, group_of, names_text
 from waypost.core import commit
 from waypost.core.plan import Plan, Planner
 from waypost.errors import (
@@ -25,6 +25,7 @@ from waypost.errors import (
 )
 from waypost.format import digests, documents, paths
 from waypost.format.documents import EntrySummary
+from waypost.format.jsontext import Json
 from waypost.options import Options, Settings
 from waypost.options import resolve as resolve_options
 from waypost.snapshot import metadata as facts
@@ -226,7 +227,6 @@ class _Save:
         planner: Planner,
         clock: Clock,
     ) -> None:
-        states.check_state(state, "state")
         self._snapshot = snapshot
         self._state = state
         self._saving = saving
@@ -235,8 +235,8 @@ class _Save:
         self._planner = planner
         self._clock = clock
         self._algorithm = digests.algorithm(settings.digest)
-        self._metrics = facts.encode_metrics(saving.metrics)
-        self._metadata = facts.encode_metadata(saving.metadata)
+        self._metrics: Json = None
+        self._metadata: Json = None
         self._overwrite = saving.overwrite
         self._call = Agreement(group, self._subject(), settings.timeout_s, saving.watch)
 
@@ -289,8 +289,8 @@ class _Save:
                 "url": self._snapshot.url,
                 "step": str(self._saving.step),
                 "overwrite": str(self._saving.overwrite),
-                "entries": ", ".join(sorted(self._state)),
-                "metrics": ", ".join(sorted(self._saving.metrics or ())),
+                "entries": names_text(self._state),
+                "metrics": names_text(self._saving.metrics or {}),
                 "options": f"durable={settings.durable}, digest={settings.digest}, "
                 f"allow_pickle={settings.allow_pickle}, check_replicas={settings.check_replicas}, "
                 f"timeout_s={settings.timeout_s:g}",
@@ -305,6 +305,9 @@ class _Save:
         found: list[states.Description] = []
 
         def describe() -> dict[str, Any]:
+            states.check_state(self._state, "state")
+            self._metrics = facts.encode_metrics(self._saving.metrics)
+            self._metadata = facts.encode_metadata(self._saving.metadata)
             with collector.paused():
                 found.append(
                     states.describe(

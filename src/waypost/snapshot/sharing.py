@@ -137,11 +137,12 @@ class Sharing:
                 self._view.wants(wanted.path, wanted.region, part, wanted.filling, found)
         return self._view.contents.read(found, self._settings, verify=verify, advance=advance)
 
-    def exchange(self, name: str) -> None:
+    def exchange(self, name: str, advance: Callable[[int], None]) -> None:
         """Sends what this rank has read, and receives what others have; collective.
 
         Args:
             name: Unique to this call.
+            advance: Told of bytes that were passed on.
         """
         if not self._is_shared:
             return
@@ -150,7 +151,8 @@ class Sharing:
         try:
             for readers, members in groups:
                 for index, owner in enumerate(readers):
-                    _pass_on(exchange, members, readers, index, is_own=owner == self._group.rank)
+                    is_own = owner == self._group.rank
+                    _pass_on(exchange, members, readers, index, advance, is_own=is_own)
                 for wanted in members:
                     if wanted.filling is not None and wanted.is_shared:
                         wanted.filling.finish(_HOLD)
@@ -175,11 +177,13 @@ def _pass_on(
     members: Sequence[_Wanted],
     readers: tuple[int, ...],
     index: int,
+    advance: Callable[[int], None],
     *,
     is_own: bool,
 ) -> None:
     """Passes the share of one reader to the others, in messages of bounded size."""
     for message in _messages(members, index):
+        advance(sum(stop - start for _, start, stop in message))
         if len(message) == 1:
             wanted, start, stop = message[0]
             views = [_view(wanted, start, stop)]

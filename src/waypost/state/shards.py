@@ -115,7 +115,7 @@ def _held_by_mesh(tensor: Any, ranks: Ranks, path: str) -> Held:
     local = tensor._local_tensor.detach()
     if type(local).__name__ == "AsyncCollectiveTensor":
         local = local.trigger_wait()
-    if ranks.rank not in sharding.ranks:
+    if not sharding.includes(ranks.rank):
         return Held(shape, sharding, (), None)
     parts = sharding.parts(ranks.rank, shape)
     sizes = tuple(

@@ -150,7 +150,9 @@ def _pieces(
 def _said() -> dict[str, Any]:
     """What a rank says in the round of writing."""
     record = FileRecord(path=f"data/a{0:016x}/r00000.index.json", bytes=0, digest="x" * 41)
-    return msgspec.to_builtins(Written(index=record, entry_bytes={"model": 1}, has_pickle=False))  # type: ignore[no-any-return]  # a dictionary
+    written = Written(index=record, entry_bytes={"model": 1}, has_pickle=False)
+    builtins: dict[str, Any] = msgspec.to_builtins(written)
+    return builtins
 
 
 def _lead(world: int) -> bytes:

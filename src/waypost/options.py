@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from waypost import limits
@@ -27,8 +27,8 @@ class Options:
             snapshot survives a crash of the process, not one of the machine.
         digest: ``"xxh3-128"`` (as fast as memory; finds accidents) or ``"blake3"`` (cryptographic,
             needs the package ``blake3``; for writers that are not trusted).
-        workers: Threads that write or read. Default 3: some copy and digest while another
-            waits for the disk.
+        workers: Threads of one machine that write or read; ranks on it divide them, one each at
+            least. Default 3: some copy and digest while another waits for the disk.
         segment_bytes: Bytes of one write or read call, a multiple of 256 KiB. Default 8 MiB.
         direct_io: Bypass the page cache when writing where the file system allows it. Default:
             yes; it takes a third to a seventh of the processor time of buffered writing.
@@ -70,6 +70,11 @@ class Settings:
     timeout_s: float = limits.TIMEOUT_S
     check_replicas: bool = False
     share_reads: bool = True
+
+
+def divided(settings: Settings, local_size: int) -> Settings:
+    """Returns the settings of one of ``local_size`` ranks that share a machine's threads."""
+    return replace(settings, workers=max(1, settings.workers // local_size))
 
 
 def resolve(options: Options | None, environment: Mapping[str, str] | None = None) -> Settings:

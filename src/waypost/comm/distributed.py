@@ -6,6 +6,7 @@ store is the one that the process group was made with; keys live below a prefix 
 
 from __future__ import annotations
 
+import platform
 import time
 import weakref
 from collections.abc import Sequence
@@ -48,6 +49,7 @@ class DistributedGroup:
         self.channel: Channel = StoreChannel(self._store)
         self.opened = 0
         self.leftovers: list[str] = []
+        self.channel.add(self._key_of_machine, 1)
 
     @property
     def rank(self) -> int:
@@ -58,6 +60,14 @@ class DistributedGroup:
     def world_size(self) -> int:
         """How many processes the group has."""
         return self.ranks.world_size
+
+    def local_size(self) -> int:
+        """Returns how many of the ranks are on this machine; each counts itself when it begins."""
+        return self.channel.add(self._key_of_machine, 0)
+
+    @property
+    def _key_of_machine(self) -> str:
+        return f"machine/{platform.node()}"
 
     def reach(self, phase: str) -> None:
         """Does nothing."""

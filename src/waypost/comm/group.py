@@ -74,6 +74,10 @@ class Group(Protocol):
         """How many processes take part."""
         ...
 
+    def local_size(self) -> int:
+        """Returns how many of the ranks are on this machine, once all have begun a call."""
+        ...
+
     def reach(self, phase: str) -> None:
         """Called at the begin of each phase of a collective call; tests put faults here."""
         ...
@@ -105,6 +109,10 @@ class Solo:
     @property
     def world_size(self) -> int:
         """One."""
+        return 1
+
+    def local_size(self) -> int:
+        """Returns one."""
         return 1
 
     def reach(self, phase: str) -> None:

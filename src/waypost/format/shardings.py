@@ -64,7 +64,7 @@ class Part:
     local: Box
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True)  # without slots: what is computed from it is kept with it
 class Sharding:
     """How a tensor is spread over ranks.
 
@@ -110,14 +110,10 @@ class Sharding:
         Raises:
             KeyError: The rank does not take part.
         """
-        position = self._positions[rank]
-        if self.boxes is not None:
-            return tuple(
-                Part(box, tuple((0, stop - start) for start, stop in box))
-                for box in self.boxes[position]
-                if is_filled(box)
-            )
-        return _parts(shape, self._divisions(position, len(shape)))
+        found = self._known_parts.get((rank, shape))
+        if found is None:
+            found = self._known_parts[rank, shape] = self._find_parts(rank, shape)
+        return found
 
     def replicas(self, rank: int) -> tuple[int, ...]:
         """Returns the ranks that hold the same as ``rank``, in order; it is one of them."""
@@ -131,7 +127,10 @@ class Sharding:
         """Returns the ranks that hold any element of ``box``, or of an empty tensor anything."""
         if not prod(shape):
             return self.ranks[:1]
-        return _holders(self, box, shape)
+        found = self._known_holders.get((box, shape))
+        if found is None:
+            found = self._known_holders[box, shape] = self._find_holders(box, shape)
+        return found
 
     def restricted(self, owners: frozenset[int]) -> Sharding | None:
         """Returns the same on those of its ranks that are ``owners``.
@@ -156,6 +155,38 @@ class Sharding:
         """Returns the different boxes that a tensor of ``shape`` is divided in."""
         firsts = {self.replicas(rank)[0] for rank in self.ranks}
         return {part.box for rank in firsts for part in self.parts(rank, shape)}
+
+    # Few shapes and boxes are asked for again and again, of the same few shardings.
+
+    @functools.cached_property
+    def _known_parts(self) -> dict[tuple[int, tuple[int, ...]], tuple[Part, ...]]:
+        return {}
+
+    @functools.cached_property
+    def _known_holders(self) -> dict[tuple[Box, tuple[int, ...]], tuple[int, ...]]:
+        return {}
+
+    def _find_parts(self, rank: int, shape: tuple[int, ...]) -> tuple[Part, ...]:
+        position = self._positions[rank]
+        if self.boxes is not None:
+            return tuple(
+                Part(box, tuple((0, stop - start) for start, stop in box))
+                for box in self.boxes[position]
+                if is_filled(box)
+            )
+        return _parts(shape, self._divisions(position, len(shape)))
+
+    def _find_holders(self, box: Box, shape: tuple[int, ...]) -> tuple[int, ...]:
+        found: set[int] = set()
+        seen: set[tuple[int, ...]] = set()
+        for rank in self.ranks:
+            replicas = self.replicas(rank)
+            if replicas in seen:
+                continue
+            seen.add(replicas)
+            if any(overlaps(part.box, box) for part in self._find_parts(rank, shape)):
+                found.update(replicas)
+        return tuple(sorted(found))
 
     def _coordinate(self, position: int) -> tuple[int, ...]:
         found = []
@@ -352,19 +383,6 @@ def _slice(held: Sequence[tuple[int, int]], start: int, stop: int) -> list[tuple
             found.append((begin, first + high))
         at += last - first
     return found
-
-
-@functools.lru_cache(maxsize=16384)
-def _holders(sharding: Sharding, box: Box, shape: tuple[int, ...]) -> tuple[int, ...]:
-    found: set[int] = set()
-    seen: set[tuple[int, ...]] = set()
-    for rank in sharding.ranks:
-        replicas = sharding.replicas(rank)
-        if replicas not in seen:
-            seen.add(replicas)
-            if any(overlaps(part.box, box) for part in sharding.parts(rank, shape)):
-                found.update(replicas)
-    return tuple(sorted(found))
 
 
 def overlaps(box: Box, other: Box) -> bool:

@@ -120,9 +120,10 @@ class Boundary:
         return len(found) == len(keys) and is_alike
 
     def close(self) -> None:
-        """Removes the keys that nobody looks at any more."""
+        """Removes the keys, when all ranks are known to have come to the end."""
         if self._group.rank == 0:
-            self._channel.delete(self._keys(self._number))
+            earlier = self._keys(self._number - 1) if self._number else []
+            self._channel.delete([*earlier, *self._keys(self._number), self._key_of_news])
 
     def _look(self, step: int) -> None:
         """Looks whether there is anything new: one message to the store at each boundary."""

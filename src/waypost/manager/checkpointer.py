@@ -407,6 +407,8 @@ class Checkpointer:
         )
         if "end" in self._save_on and not self._is_saved:
             self.save(reason="end")
+        if self._group.world_size > 1:
+            self._boundary.close()
         if received and not knows:
             self._stop(received)
 

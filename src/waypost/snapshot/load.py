@@ -23,7 +23,7 @@ from waypost.errors import (
 from waypost.format import paths, trees
 from waypost.format.documents import Manifest
 from waypost.format.paths import Globs
-from waypost.options import Options, Settings
+from waypost.options import Options, Settings, divided
 from waypost.options import resolve as resolve_options
 from waypost.snapshot.contents import Contents, open_contents
 from waypost.snapshot.reshard import Reshard, Resharded
@@ -283,7 +283,10 @@ class _Load:
 
         agreed = self._call.share("plan", plan, _judge)
         made, sharing, resharded = found[0]
-        sharing.divide(is_shared=agreed["is_shared"])
+        sharing.divide(
+            is_shared=agreed["is_shared"],
+            settings=divided(self._settings, self._group.local_size()),
+        )
         return made, sharing, resharded
 
     def _match(self, contents: Contents) -> tuple[Plan, Sharing, Resharded]:

@@ -26,7 +26,7 @@ from waypost.errors import (
 from waypost.format import digests, documents, paths
 from waypost.format.documents import EntrySummary
 from waypost.format.jsontext import Json
-from waypost.options import Options, Settings
+from waypost.options import Options, Settings, divided
 from waypost.options import resolve as resolve_options
 from waypost.snapshot import metadata as facts
 from waypost.snapshot.alike import Agreed, Comparison
@@ -253,10 +253,8 @@ class _Save:
             plan = self._plan(attempt, description, agreed)
             written = self._write(attempt, description, plan)
             is_ready = True
-            committed = self._call.share(
-                "commit",
-                lambda: None,
-                lambda _: self._commit(attempt, description, agreed, plan, written),
+            committed = self._agree_to_commit(
+                lambda: self._commit(attempt, description, agreed, plan, written)
             )
             self._depart(committed)
         except CommitUnknownError:
@@ -352,6 +350,7 @@ class _Save:
 
         def write() -> Any:
             self._group.reach("stage")
+            attempt.settings = divided(self._settings, self._group.local_size())
             return msgspec.to_builtins(attempt.write(description, plan, self._call.progress))
 
         def receive(said: dict[int, Any]) -> None:
@@ -359,6 +358,18 @@ class _Save:
 
         self._call.share("write", write, receive)
         return received
+
+    def _agree_to_commit(self, commit: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Has rank 0 commit when every rank is ready; returns what all have to know of it."""
+        try:
+            return self._call.share("commit", lambda: None, lambda _: commit())
+        except CoordinationTimeoutError as error:
+            if 0 in error.missing:
+                error.args = (
+                    f"{error}\nWhether {self._snapshot.url} was committed before that is not known "
+                    f"here; nothing was removed",
+                )
+            raise
 
     def _commit(
         self,

@@ -100,12 +100,14 @@ class Sharing:
         """Whether other ranks want something that this one wants."""
         return self._settings.share_reads and any(wanted.is_shared for wanted in self._wanted)
 
-    def divide(self, *, is_shared: bool) -> None:
+    def divide(self, *, is_shared: bool, settings: Settings) -> None:
         """Divides the regions among the ranks that want them.
 
         Args:
             is_shared: All ranks agree to share; otherwise each reads for itself.
+            settings: For reading.
         """
+        self._settings = settings
         self._is_shared = is_shared
         for wanted in self._wanted:
             if not is_shared:

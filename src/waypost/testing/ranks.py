@@ -143,6 +143,10 @@ class RankGroup:
         """How many ranks there are."""
         return self.ranks.world_size
 
+    def local_size(self) -> int:
+        """Returns one: each rank has the threads that it asks for."""
+        return 1
+
     def reach(self, phase: str) -> None:
         """Does what a fault says about this pass through ``phase``."""
         self._passes[phase] += 1

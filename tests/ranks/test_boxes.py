@@ -199,6 +199,7 @@ def test_there_and_back_is_the_identity(case: Case) -> None:
 
 
 @pytest.mark.torture
+@pytest.mark.timeout(1200)
 @settings(max_examples=1000)
 @given(case=cases(MESHES + LARGE_MESHES))
 def test_there_and_back_is_the_identity_on_larger_meshes(case: Case) -> None:

@@ -193,10 +193,10 @@ class Held:
     moments: Tensors
     optimizer: torch.optim.AdamW | None = None
 
-    def state(self, *, with_optimizer: bool = True) -> dict[str, Any]:
-        """The entries to save, or to load into."""
+    def state(self) -> dict[str, Any]:
+        """All entries, as they are saved."""
         entries = {"model": self.model, "moments": self.moments}
-        if self.optimizer is not None and with_optimizer:
+        if self.optimizer is not None:
             entries["optimizer"] = self.optimizer
         return entries
 
@@ -291,16 +291,22 @@ def _unequal_all(at: str, actual: Mapping[str, Any], expected: Mapping[str, Any]
     ]
 
 
-def differences(actual: Held, expected: Held, *, with_optimizer: bool = True) -> list[str]:
-    """Every way in which this rank's part is not what it should be; empty when all is well."""
-    found = _unequal_all("model", actual.tensors(), expected.tensors())
-    found += _unequal_all("moments", actual.moments, expected.moments)
-    if actual.kind != "sharded_tensor" and with_optimizer:
+def differences(actual: Held, expected: Held, *entries: str) -> list[str]:
+    """Every way in which this rank's part of the entries is not what it should be."""
+    found = []
+    if "model" in entries:
+        found += _unequal_all("model", actual.tensors(), expected.tensors())
+        found += _untied(actual)
+    if "moments" in entries:
+        found += _unequal_all("moments", actual.moments, expected.moments)
+    if "optimizer" in entries:
         found += _unequal_optimizers(actual, expected)
-    ours = actual.tensors()
-    if [raw(part) for part in parts(ours[TIED[0]])] != [raw(part) for part in parts(ours[TIED[1]])]:
-        found.append("the tied parameters are no longer the same")
     return found
+
+
+def _untied(actual: Held) -> list[str]:
+    first, second = ([raw(part) for part in parts(actual.tensors()[name])] for name in TIED)
+    return [] if first == second else ["the tied parameters are no longer the same"]
 
 
 def _unequal_optimizers(actual: Held, expected: Held) -> list[str]:

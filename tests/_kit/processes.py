@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import dataclasses
 import datetime
+import faulthandler
 import functools
 import importlib
 import os
@@ -18,7 +19,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
 import torch
@@ -128,11 +129,37 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
 def _run(world: World) -> list[Outcome]:
     sys.path[:] = world.path
     importlib.import_module(world.module)  # here, so that the ranks inherit it
-    # The store is held outside of the ranks, as torchrun does: it outlives a rank that is killed.
-    store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
-    children = [_fork(world, rank, store.port) for rank in range(world.size)]
-    late = _collect(children, time.monotonic() + world.timeout_s)
-    return [_outcome(child, world, is_late=child.rank in late) for child in children]
+    with _store() as port:
+        children = [_fork(world, rank, port) for rank in range(world.size)]
+        late = _collect(children, time.monotonic() + world.timeout_s)
+        return [_outcome(child, world, is_late=child.rank in late) for child in children]
+
+
+@contextlib.contextmanager
+def _store() -> Iterator[int]:
+    """A TCPStore in a process of its own; its port.
+
+    Not in a rank: as under torchrun, it outlives a rank that is killed. Not in this process: the
+    store has a thread, and a process with threads does not fork safely.
+    """
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.close(reader)
+            store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+            os.write(writer, str(store.port).encode())
+            os.close(writer)
+            signal.pause()
+        finally:
+            os._exit(1)
+    os.close(writer)
+    try:
+        with os.fdopen(reader) as stream:
+            yield int(stream.read())
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 def _fork(world: World, rank: int, port: int) -> _Child:
@@ -147,6 +174,8 @@ def _fork(world: World, rank: int, port: int) -> _Child:
 
 
 def _be_a_rank(world: World, rank: int, port: int) -> Any:
+    # A rank that is about to be killed for its lateness says first where it stands.
+    faulthandler.dump_traceback_later(max(0.5, world.timeout_s - 2))
     body = getattr(importlib.import_module(world.module), world.name)
     store = dist.TCPStore(LOOPBACK, port, is_master=False, wait_for_workers=False)
     dist.init_process_group(
@@ -166,11 +195,11 @@ def _collect(children: list[_Child], deadline: float) -> set[int]:
         for child in children:
             selector.register(child.reader, selectors.EVENT_READ, child)
         while selector.get_map():
-            ready = selector.select(max(0.0, deadline - time.monotonic()))
+            # Those that were killed at the deadline end at once: no limit is needed for them.
+            ready = selector.select(None if late else max(0.0, deadline - time.monotonic()))
             if not ready and not late:
                 late = {key.data.rank for key in selector.get_map().values()}
                 _kill([child for child in children if child.rank in late])
-                deadline = float("inf")
             for key, _ in ready:
                 chunk = os.read(key.fd, 1 << 16)
                 key.data.message += chunk

@@ -65,7 +65,8 @@ class Difference:
         if self.kind == "unexpected":
             return f"unexpected  {self.path}: the snapshot holds {self.actual}"
         if self.kind == "ranks":
-            return f"ranks       {self.path}: {self.expected}, {self.actual}"
+            both = ", ".join(filter(None, (self.expected, self.actual)))
+            return f"ranks       {self.path}: {both}"
         return f"{self.kind:<11} {self.path}: target {self.expected}, snapshot {self.actual}"
 
 

@@ -6,6 +6,7 @@ import io
 import os
 import re
 import shlex
+import subprocess
 import sys
 import types
 from collections.abc import Iterator
@@ -20,6 +21,10 @@ FOLDER = "/scratch"
 """How documents write the folder in which their commands run."""
 
 NOT_RUN = "no-run"
+AS_FILE = "file="
+"""A block of Python with this remark is a program: it is written to that file, and not run."""
+
+SECONDS_MAX = 90
 MODULE_PREFIX = "example_"
 _FENCE = re.compile(r"^```(\S*) *(.*)$")
 _SHOWN = re.compile(r"# -> (.*)$")
@@ -102,6 +107,11 @@ def _same_line(expected: str, actual: str) -> bool:
     return actual.startswith(expected.removesuffix(_ELISION))
 
 
+def write_program(block: Block) -> None:
+    """Writes a block that is a program where the commands that follow find it."""
+    Path(block.remark.removeprefix(AS_FILE)).write_text(block.text, "utf-8")
+
+
 def run_python(block: Block, path: Path, namespace: dict[str, Any]) -> None:
     """Executes a block; an expression with `# -> text` behind or below it must have that `repr`."""
     where = f"{path.name}:{block.line}"
@@ -142,13 +152,13 @@ def commands_of(block: Block) -> Iterator[tuple[str, str]]:
 
 
 def is_run(block: Block) -> bool:
-    """Whether a console block holds commands of Waypost only."""
+    """Whether a console block holds only commands of Waypost, and jobs."""
     commands = [command for command, _ in commands_of(block)]
     return (
         block.language == "console"
         and block.remark != NOT_RUN
         and bool(commands)
-        and all(one.startswith("waypost ") or one == "echo $?" for one in commands)
+        and all(one.startswith(("waypost ", "torchrun ")) or one == "echo $?" for one in commands)
     )
 
 
@@ -161,7 +171,8 @@ def run_console(block: Block, path: Path) -> None:
         if command == "echo $?":
             assert expected.strip() == str(code), f"{where}: the exit code is {code}"
             continue
-        code, actual = _run(shlex.split(command)[1:])
+        program, *arguments = shlex.split(command)
+        code, actual = (_run if program == "waypost" else _torchrun)(arguments)
         assert fits(expected, actual), f"{where}\nexpected:\n{expected}\nactual:\n{actual}"
         is_told = number + 1 < len(commands) and commands[number + 1][0] == "echo $?"
         assert code == 0 or is_told, f"{where}: exit code {code}, and the document does not say so"
@@ -175,6 +186,22 @@ def _run(arguments: list[str]) -> tuple[int, str]:
         except SystemExit as stop:
             code = stop.code if isinstance(stop.code, int) else 1
     return code, output.getvalue()
+
+
+def _torchrun(arguments: list[str]) -> tuple[int, str]:
+    """Runs a job of several processes; what it writes to standard error is shown if it fails."""
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    job = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", *arguments],
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS_MAX,
+        check=False,
+    )
+    if job.returncode:
+        print(job.stderr)
+    return job.returncode, job.stdout
 
 
 def check_tree(block: Block, path: Path) -> None:

@@ -53,11 +53,14 @@ def _own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("path", blocks.documents(), ids=name_of)
 def test_every_example_runs_and_shows_what_it_says(path: Path) -> None:
     namespace = blocks.namespace_of(path)
     for block in blocks.blocks_of(path):
-        if block.language == "python" and block.remark != blocks.NOT_RUN:
+        if block.language == "python" and block.remark.startswith(blocks.AS_FILE):
+            blocks.write_program(block)
+        elif block.language == "python" and block.remark != blocks.NOT_RUN:
             blocks.run_python(block, path, namespace)
         elif block.language == "tree":
             blocks.check_tree(block, path)
@@ -103,7 +106,7 @@ def test_the_first_screen_is_short_and_each_promise_has_its_test() -> None:
     first = next(block for block in blocks.blocks_of(path) if block.language == "python")
     assert len([line for line in first.text.splitlines() if line.strip()]) <= _CODE_LINES_MAX
     promises = re.findall(r"^\d\. (?:.*\n)(?: {3}.*\n)*", path.read_text("utf-8"), re.MULTILINE)
-    assert len(promises) == 5
+    assert len(promises) == 6
     assert all(re.search(r"\]\(tests/\w+/test_\w+\.py\)", promise) for promise in promises)
 
 

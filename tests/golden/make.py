@@ -11,6 +11,7 @@ import contextlib
 import datetime
 import decimal
 import fractions
+import math
 import os
 import pathlib
 import platform
@@ -27,13 +28,19 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.tensor import Replicate, Shard
 
 import waypost
+from _kit.meshes import distributed, inner_first, strided
 from golden import shapes
+from waypost.testing import run_ranks
+from waypost.testing import values as results_of
 
 V1 = Path(__file__).parent / "v1"
 RUN = "run"
 RUN_STEPS = (1, 2, 3)
+RANKS = "ranks"
+RANKS_MESH = (2, 2)
 _HOST = "golden"
 
 waypost.register_value(
@@ -183,6 +190,55 @@ def set_step(state: dict[str, Any], step: int) -> None:
     seed_streams(step)
 
 
+def whole_tensors() -> dict[str, torch.Tensor]:
+    """What four ranks save together, each tensor as a whole."""
+    return {
+        "rows": content(torch.float32, 7, 3, seed=20),
+        "columns": content(torch.bfloat16, 3, 4, seed=21),
+        "few": content(torch.int64, 1, 2, seed=22),
+        "strided": content(torch.float32, 8, 2, seed=23),
+        "grid": content(torch.complex128, 3, 5, seed=24),
+        "empty": content(torch.float32, 0, 3),
+        "table": content(torch.uint8, 262_160, seed=25),
+        "scale": content(torch.float64, seed=26),
+        "experts.0": content(torch.float32, 2, 2, seed=27),
+        "experts.3": content(torch.float32, 2, 2, seed=28),
+    }
+
+
+def own_state(rank: int) -> dict[str, Any]:
+    """What a rank has for itself, in an entry of its own and within a shared one."""
+    return {
+        "data": {"position": 10 * rank, "seen": content(torch.int32, rank + 1, seed=rank)},
+        "mixed": {"limit": 5, "rank": rank, **({"extra": torch.ones(2)} if rank == 2 else {})},
+    }
+
+
+def ranks_state(rank: int) -> dict[str, Any]:
+    """What one of four ranks holds: sharded on a mesh of 2 × 2, replicated, its own."""
+    whole = whole_tensors()
+    shard, replicate = Shard, Replicate()
+    spread = {
+        "rows": [replicate, shard(0)],
+        "columns": [replicate, shard(1)],
+        "few": [shard(0), replicate],
+        "grid": [shard(0), shard(1)],
+        "empty": [replicate, shard(0)],
+    }
+    model: dict[str, Any] = {
+        name: distributed(whole[name], RANKS_MESH, placements, rank)
+        for name, placements in spread.items()
+    }
+    part = inner_first(whole["strided"], RANKS_MESH, 0, rank)
+    placements = strided(RANKS_MESH, 0)
+    model["strided"] = distributed(whole["strided"], RANKS_MESH, placements, rank, part)
+    model |= {name: whole[name] for name in ("table", "scale")}
+    model["tied"] = model["rows"]
+    if rank in (0, 3):
+        model[f"experts.{rank}"] = whole[f"experts.{rank}"]
+    return {"model": model, **own_state(rank)}
+
+
 def seed_streams(step: int) -> None:
     """Sets all random streams of the process."""
     random.seed(step)
@@ -206,6 +262,7 @@ def write(folder: Path) -> None:
     for name, build in STATES.items():
         write_one(name, build(), folder / name)
     write_run(folder / RUN)
+    write_ranks(folder / RANKS)
 
 
 def write_one(name: str, state: dict[str, Any], place: Path) -> None:
@@ -231,6 +288,21 @@ def write_run(place: Path) -> None:
                 state["progress"].step = step
                 set_step(state, step)
                 ckpt.step_done(metrics={"loss": 1 / step})
+
+
+def write_ranks(place: Path) -> None:
+    """Writes the snapshot of four ranks."""
+
+    def body(group: Any) -> None:
+        waypost.save(
+            place,
+            ranks_state(group.rank),
+            step=12,
+            per_rank=["data", "mixed/rank", "mixed/extra"],
+            process_group=group,
+        )
+
+    results_of(run_ranks(math.prod(RANKS_MESH), body))
 
 
 def _pairs() -> torch.Tensor:

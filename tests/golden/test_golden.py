@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 import waypost
 from _kit import assert_same
 from golden import make, shapes
 from waypost.format import safetensors
+from waypost.testing import run_ranks
+from waypost.testing import values as results_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*quantize:UserWarning"),
@@ -22,8 +25,8 @@ pytestmark = [
 ]
 
 SINGLE = sorted(make.STATES)
-SNAPSHOTS = [*SINGLE, *(f"{make.RUN}/step-{step:09d}" for step in make.RUN_STEPS)]
-SIZE_BYTES_MAX = 300_000
+SNAPSHOTS = [*SINGLE, make.RANKS, *(f"{make.RUN}/step-{step:09d}" for step in make.RUN_STEPS)]
+SIZE_BYTES_MAX = 600_000
 
 
 def place(name: str) -> Path:
@@ -48,7 +51,7 @@ def storage_of(tensor: torch.Tensor) -> int:
 def test_nothing_is_missing_and_all_of_it_is_small() -> None:
     """Every state has its snapshot; the files stay small enough for a repository."""
     names = sorted(path.name for path in make.V1.iterdir())
-    assert names == sorted([*make.STATES, make.RUN])
+    assert names == sorted([*make.STATES, make.RUN, make.RANKS])
     sizes = [path.stat().st_size for path in make.V1.rglob("*") if path.is_file()]
     assert sum(sizes) < SIZE_BYTES_MAX
 
@@ -151,6 +154,45 @@ def test_a_run_goes_on(tmp_path: Path) -> None:
             ckpt.step_done()
     newest = waypost.snapshots(tmp_path / "run")[-1]
     assert (newest.step, newest.parent_step, newest.incarnation) == (4, 3, 2)
+
+
+def test_what_four_ranks_saved_opens_in_one_process() -> None:
+    """Whole tensors, whoever held which part of them; what each rank has for itself by its rank."""
+    snapshot = opened(make.RANKS)
+    assert snapshot.world_size == 4
+    model = snapshot.state_dict("model")
+    assert_same({name: model[name] for name in make.whole_tensors()}, make.whole_tensors())
+    assert storage_of(model["tied"]) == storage_of(model["rows"])
+    for rank in range(4):
+        own = make.own_state(rank)
+        assert_same({name: snapshot.state_dict(name, rank=rank) for name in own}, own)
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_a_rank_loads_its_own_of_what_four_saved(rank: int) -> None:
+    """Each into what it holds now, all zero."""
+    outcomes = run_ranks(4, lambda group: _loaded(make.ranks_state(group.rank), group))
+    state, wanted = results_of(outcomes)[rank], make.ranks_state(rank)
+    for name, tensor in wanted["model"].items():
+        ours = state["model"][name]
+        pair = [each.to_local() if isinstance(each, DTensor) else each for each in (ours, tensor)]
+        assert_same(*pair)
+    assert_same({name: state[name] for name in ("data", "mixed")}, make.own_state(rank))
+
+
+def _loaded(state: dict[str, Any], group: Any) -> dict[str, Any]:
+    for tensor in state["model"].values():
+        (tensor.to_local() if isinstance(tensor, DTensor) else tensor).zero_()
+    state["data"], state["mixed"]["rank"] = {}, -1
+    waypost.load(make.V1 / make.RANKS, state, process_group=group)
+    return state
+
+
+@pytest.mark.slow
+def test_what_four_ranks_write_now_has_the_same_form(tmp_path: Path) -> None:
+    """Structure, indexes, headers and data of each rank are the same bytes."""
+    make.write_ranks(tmp_path / "ranks")
+    assert form_of(tmp_path / "ranks") == form_of(make.V1 / make.RANKS)
 
 
 @pytest.mark.parametrize("name", SINGLE)

@@ -89,7 +89,9 @@ def _check_outcomes(outcomes: list[Any], case: Case) -> None:
     if case.action == "raise":
         assert isinstance(faulty.error, OSError)
     if case.action == "late" and case.phase != "depart":
-        assert isinstance(faulty.error, waypost.WaypostError)
+        assert isinstance(faulty.error, (waypost.PeerError, waypost.CoordinationTimeoutError)), (
+            repr(faulty.error)
+        )
     for outcome in others(outcomes, case.rank):
         assert_blames(outcome.error, case.rank)
         assert outcome.waited_s <= TIMEOUT_S

@@ -321,3 +321,17 @@ def test_a_sharded_leaf_may_lie_below_a_glob_for_the_rest(tmp_path: Path) -> Non
     save_made(url, make, replicated="m/**")
     assert scopes_of(url) == {"m/w": "sharded", "m/b": "replicated"}
     assert_same(waypost.open(url).read("m/w"), full)
+
+
+def test_a_sharded_tensor_cannot_be_each_ranks_own(tmp_path: Path) -> None:
+    """Each rank has only a part of it; nothing could be put together from one rank's."""
+    url = new_place("memory", tmp_path)
+    full = noise((4, 2), 1)
+
+    def make(group: Any) -> dict[str, Any]:
+        return {"m": {"w": distribute(full, mesh_of(group.rank, WORLD_SIZE), [Shard(0)])}}
+
+    for per_rank in (["m/w"], ["m"]):
+        for text in refused_save(url, make, waypost.UnsupportedError, per_rank=per_rank):
+            assert "m/w" in text
+            assert "per_rank" in text

@@ -331,7 +331,8 @@ class Agreement:
         if isinstance(own, (PeerError, CoordinationTimeoutError)):
             is_explained = any(failure.is_own for failure in decided.failed.values())
             return is_explained or bool(decided.missing)
-        is_heard = self._group.rank in decided.failed or not decided.failed
+        rank = self._group.rank
+        is_heard = rank in decided.failed or not (decided.failed or rank in decided.missing)
         return isinstance(own, OSError) and not is_heard  # it may come of their clearing up
 
     def _end(self) -> None:
@@ -450,9 +451,9 @@ def _timeout(
 ) -> CoordinationTimeoutError:
     who = failures.ranks_text(missing)
     return CoordinationTimeoutError(
-        f"{_title(subject)}: {who} did not take part in the phase {phase!r} within {timeout_s:g} s "
-        f"(timeout_s); every rank of the group must make this call. A rank that is gone cannot "
-        f"come back into this group: restart the job",
+        f"{_title(subject)}: {who} did not take part in the phase {phase!r} in time (timeout_s "
+        f"is {timeout_s:g} s); every rank of the group must make this call. A rank that is gone "
+        f"cannot come back into this group: restart the job",
         missing,
     )
 

@@ -360,7 +360,7 @@ def _intervals(size: int, divisions: tuple[_Division, ...]) -> tuple[tuple[int, 
         for number in range(within):
             start, stop = _chunk(length, number, within)
             first, last = _chunk(stop - start, index, count)
-            taken.extend(_slice(held, start + first, start + last))
+            _append(taken, held, start + first, start + last)
         held = tuple(taken)
     return held
 
@@ -371,18 +371,18 @@ def _chunk(length: int, index: int, count: int) -> tuple[int, int]:
     return min(length, index * size), min(length, (index + 1) * size)
 
 
-def _slice(held: Sequence[tuple[int, int]], start: int, stop: int) -> list[tuple[int, int]]:
-    """Returns positions ``start`` to ``stop`` of the concatenated ranges, as ranges."""
-    found: list[tuple[int, int]] = []
+def _append(
+    found: list[tuple[int, int]], held: Sequence[tuple[int, int]], start: int, stop: int
+) -> None:
+    """Adds positions ``start`` to ``stop`` of the concatenated ranges, as ranges, to ``found``."""
     at = 0
     for first, last in held:
         low, high = max(start - at, 0), min(stop - at, last - first)
         if low < high:
-            is_next = found and found[-1][1] == first + low
+            is_next = bool(found) and found[-1][1] == first + low
             begin = found.pop()[0] if is_next else first + low
             found.append((begin, first + high))
         at += last - first
-    return found
 
 
 def overlaps(box: Box, other: Box) -> bool:

@@ -172,9 +172,9 @@ class Comparison:
                 tree = unions.merge(tree, delta.added, path, conflicts)
                 versions = unions.merged_versions(versions, delta.versions)
                 for at in conflicts:
-                    differences.add(at, "another rank has something else", rank, "has it too")
+                    differences.add(at, "another rank has something else", rank, "besides")
                 for at, leader, own in delta.conflicts:
-                    differences.add(at, f"rank 0 has {leader}", rank, f"have {own}")
+                    differences.add(at, f"rank 0: {leader}", rank, own)
                 for leaf in unions.added_leaves(delta.added):
                     holders.setdefault(leaf.path, set()).add(rank)
                 for at in delta.lacking:
@@ -183,7 +183,7 @@ class Comparison:
             for leaf in found.values():
                 if not _may_be_partial(entry, leaf):
                     owners = tuple(sorted(holders[leaf.path]))
-                    differences.add(leaf.path, f"only {ranks_text(owners)}", -1, "has it")
+                    differences.add(leaf.path, f"only on {ranks_text(owners)}")
             before = sum(leaf.is_tensor for leaf in trees.leaves(entry.tree, path))
             self._added_tensors[name] = -before + sum(
                 leaf.is_tensor for leaf in trees.leaves(tree, path)
@@ -276,9 +276,7 @@ class Comparison:
                     owner, expected = first.setdefault((key, path), (rank, digest))
                     leaf = paths.leaf_of(path)
                     if digest != expected and leaf not in known:
-                        self._differences.add(
-                            leaf, f"rank {owner} holds one content", rank, "another"
-                        )
+                        self._differences.add(leaf, f"rank {owner}: one content", rank, "another")
         self._differences.check()
 
 
@@ -288,8 +286,10 @@ class _Differences:
     def __init__(self) -> None:
         self._found: dict[tuple[str, str, str], list[int]] = {}
 
-    def add(self, path: str, expected: str, rank: int, actual: str) -> None:
-        self._found.setdefault((path, expected, actual), []).append(rank)
+    def add(self, path: str, expected: str, rank: int | None = None, actual: str = "") -> None:
+        ranks = self._found.setdefault((path, expected, actual), [])
+        if rank is not None:
+            ranks.append(rank)
 
     @property
     def paths(self) -> set[str]:
@@ -308,7 +308,7 @@ class _Differences:
                     kind="ranks",
                     path=path,
                     expected=expected,
-                    actual=actual if ranks == [-1] else f"{ranks_text(tuple(ranks))} {actual}",
+                    actual=f"{ranks_text(tuple(ranks))}: {actual}" if ranks else "",
                 )
                 for (path, expected, actual), ranks in sorted(self._found.items())
             ),

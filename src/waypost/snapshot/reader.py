@@ -138,7 +138,7 @@ class Snapshot:
             found: Any = self._read_box(view, leaf, box)
         else:
             check_pickle(self._contents, self._settings, self._names_of(leaf))
-            self._check_owner(view, paths.entry_of(leaf.path), leaf)
+            self._check_owner(view, leaf.path, leaf)
             restorer = self._restorer(view)
             restorer.need(leaf.node, leaf.path)
             self._fill(view, restorer)
@@ -194,17 +194,17 @@ class Snapshot:
             raise ValueError(f"{self.url}: rank {number}; it was saved by {self.world_size} ranks")
         return View(self._contents, number)
 
-    def _check_owner(self, view: View, segment: str, *leaves: trees.Leaf) -> None:
+    def _check_owner(self, view: View, path: str, *leaves: trees.Leaf) -> None:
         """Makes sure that it is said whose leaves are meant, where each rank has its own."""
         if view.rank is not None:
             return
         is_own = any(
-            entry.scope == "per_rank" and paths.segment(name) == segment
+            entry.scope == "per_rank" and paths.segment(name) == paths.entry_of(path)
             for name, entry in view.entries.items()
         )
         if is_own or any(leaf.tag == trees.PER_RANK for leaf in leaves):
             raise ValueError(
-                f"{self.url}: {segment}: each of the {self.world_size} ranks has its own; say "
+                f"{self.url}: {path}: each of the {self.world_size} ranks has its own; say "
                 f"rank=0 to {self.world_size - 1}"
             )
 
@@ -231,7 +231,7 @@ class Snapshot:
     def _read_box(
         self, view: View, leaf: trees.Leaf, box: Sequence[slice | tuple[int, int]]
     ) -> torch.Tensor:
-        self._check_owner(view, paths.entry_of(leaf.path), leaf)
+        self._check_owner(view, leaf.path, leaf)
         if leaf.tag != trees.TENSOR:
             raise UnsupportedError(f"{leaf.path}: a box of a value", path=leaf.path)
         kind = tensortypes.parse(tensornodes.described(leaf.tensor_node, leaf.path)["type"])

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from waypost.buffers import Source
+from waypost.errors import UnsupportedError
 from waypost.format import documents, paths, shardings, trees, values
 from waypost.format.jsontext import Json
 from waypost.format.shardings import Box, Ranks, Sharding, whole
@@ -170,6 +171,12 @@ class _Describer:
         else:
             held = tuple((piece.box, TensorSource(piece.tensor)) for piece in leaf.held.pieces)
         name = paths.leaf_of(leaf.path)
+        if name in self._own_leaves and leaf.held is not None and leaf.held.sharding is not None:
+            raise UnsupportedError(
+                f"{leaf.path}: a tensor that is spread over ranks ({leaf.held.sharding.text}) "
+                f"cannot be each rank's own; take it out of per_rank",
+                path=leaf.path,
+            )
         return Piece(
             path=leaf.path,
             type=leaf.type,

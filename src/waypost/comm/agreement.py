@@ -204,7 +204,10 @@ class Agreement:
             received, missing = self._collect(phase)
             said |= received
         failed = {rank: one.failure for rank, one in said.items() if one.failure is not None}
-        if any(failure.is_own for failure in failed.values()) or (failed and not missing):
+        gone = self._given_up() if _has_failed(own) else ()
+        if gone:
+            decided = _Decided(missing=list(gone))
+        elif any(failure.is_own for failure in failed.values()) or (failed and not missing):
             decided = _Decided(failed=failed)
         elif missing:
             decided = _Decided(missing=list(missing))
@@ -261,6 +264,9 @@ class Agreement:
     def _follow(self, phase: str, said: _Said, *, is_interrupted: bool) -> _Decided:
         data = msgspec.msgpack.encode(said)
         own = self._key(self._round, self._group.rank)
+        if self._group.leftovers:
+            self._channel.delete(self._group.leftovers)
+            self._group.leftovers.clear()
         self._channel.set(own, data)
         patience = _Patience(self, (0,), self._timeout_s)
         while True:
@@ -284,7 +290,10 @@ class Agreement:
                 failed = {rank: Failure(kind="", text=text) for rank, text in gone.items()}
                 raise failures.peers(failed, f"{_title(self._subject)}, in the phase {phase!r}")
             if is_interrupted or patience.is_over:
-                self._channel.delete([own])  # a rank 0 that comes late must not count on this one
+                # A rank 0 that comes late must not count on this one, and is told so.
+                self._channel.delete([own])
+                self._channel.set(self._key_of_giving_up(self._group.rank), b"")
+                self._group.leftovers.append(self._key_of_giving_up(self._group.rank))
                 raise _timeout(self._subject, phase, (0,), self._timeout_s)
 
     def _gone(self, ranks: Iterable[int]) -> dict[int, str]:
@@ -331,9 +340,10 @@ class Agreement:
         if isinstance(own, (PeerError, CoordinationTimeoutError)):
             is_explained = any(failure.is_own for failure in decided.failed.values())
             return is_explained or bool(decided.missing)
-        rank = self._group.rank
-        is_heard = rank in decided.failed or not (decided.failed or rank in decided.missing)
-        return isinstance(own, OSError) and not is_heard  # it may come of their clearing up
+        is_heard = self._group.rank in decided.failed
+        is_alone = not (decided.failed or decided.missing)
+        # What the storage says may come of others' clearing up.
+        return isinstance(own, OSError) and not (is_heard or is_alone)
 
     def _end(self) -> None:
         """Leaves a call that failed; its keys are removed when all ranks are known to have left."""
@@ -342,10 +352,19 @@ class Agreement:
             rounds = range(self._round + 1)
             whos: list[int | str] = ["all", *self._others]
             self._group.leftovers += [self._key(number, who) for number in rounds for who in whos]
-            self._group.leftovers += [self._key_of_beat(rank) for rank in (0, *self._others)]
+            for rank in (0, *self._others):
+                self._group.leftovers += [self._key_of_beat(rank), self._key_of_giving_up(rank)]
 
     def _key(self, number: int, who: int | str) -> str:
         return f"{self._number}/{number}/{who}"
+
+    def _given_up(self) -> tuple[int, ...]:
+        """Returns the ranks that have stopped waiting for this one, rank 0."""
+        keys = {self._key_of_giving_up(rank): rank for rank in self._others}
+        return tuple(sorted(keys[key] for key in self._channel.wait(list(keys), 0.0)))
+
+    def _key_of_giving_up(self, rank: int) -> str:
+        return f"{self._number}/gone/{rank}"
 
     def _key_of_beat(self, rank: int) -> str:
         return f"{self._number}/beat/{rank}"

@@ -56,7 +56,8 @@ class Group(Protocol):
         channel: For small messages.
         opened: How many collective calls this process has seen begin; kept here, because it must
             outlive each of them.
-        leftovers: Keys of calls that failed, which rank 0 removes after the next that succeeds.
+        leftovers: Keys of calls that failed. Rank 0 removes them after the next that succeeds,
+            another rank removes its own when it begins another.
     """
 
     ranks: Ranks

@@ -1,6 +1,7 @@
 """A run on many ranks: one decision for all, about resuming, saving, keeping and giving up."""
 
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +235,7 @@ def test_time_leads_to_the_same_step_on_all_ranks(tmp_path: Path) -> None:
     """Clocks that run at different speeds: one decides."""
     run = new_place("memory", tmp_path, "run")
     pace_s = [30.0, 20.0, 90.0, 1.0]
+    in_step = threading.Barrier(WORLD_SIZE)  # as the collectives of a training keep ranks
 
     def body(group: Any) -> list[int]:
         clock = ManualClock()
@@ -244,6 +246,7 @@ def test_time_leads_to_the_same_step_on_all_ranks(tmp_path: Path) -> None:
             for step in range(1, 13):
                 put(state, group, step)
                 clock.sleep(pace_s[group.rank])
+                in_step.wait(10)
                 checkpointer.step_done()
                 if checkpointer.last_saved == step:
                     saved.append(step)
@@ -351,3 +354,28 @@ def test_fifty_saves_with_retention_leave_what_is_kept(tmp_path: Path) -> None:
     run = new_place("memory", tmp_path, "run")
     job(train(run, 50, save_every=EVERY_STEP, keep=waypost.KeepLast(1)))
     check_steps(run, {50: 0})
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_a_flag_that_is_raised_at_the_very_end_holds_nobody_up(late: int, tmp_path: Path) -> None:
+    """Rank 0 wants to save after its last step, when another rank is behind, or far ahead."""
+    run = new_place("memory", tmp_path, "run")
+    turn = [threading.Event(), threading.Event()]
+
+    def body(group: Any) -> int | None:
+        clock = ManualClock()
+        state = sample(group, 0)
+        every = waypost.EveryMinutes(1)
+        with open_run(run, group, state, save_every=every, clock=clock) as checkpointer:
+            for step in range(1, 6):
+                put(state, group, step)
+                if group.rank == late and step == 2:
+                    turn[0].wait(10)
+                if step == 5 and group.rank == 0:
+                    clock.sleep(90.0)
+                checkpointer.step_done()
+                if step == 5 and group.rank == (1 if late == 0 else 0):
+                    turn[0].set()
+        return checkpointer.last_saved
+
+    assert len(set(job(body))) == 1

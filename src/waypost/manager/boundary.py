@@ -103,7 +103,19 @@ class Boundary:
 
     def end(self, step: int) -> None:
         """Tells the others that this rank does not come to another boundary."""
-        self._channel.set(self._key(f"seen/{self._group.rank}"), str(step).encode())
+        if self._seen is None:
+            self._seen = step
+            self._channel.set(self._key(f"seen/{self._group.rank}"), str(step).encode())
+
+    def attend(self) -> dict[int, str]:
+        """Answers, on a rank 0 that has ended, flags that others raise still; as :meth:`failed`.
+
+        They are told a step that nobody comes to, go on, and end as well.
+        """
+        is_asked = self._group.rank == 0 and self._decided is None
+        if is_asked and self._channel.wait([self._key("ask")], 0.0):
+            self._decide(0.0)
+        return self.failed()
 
     def leave(self, departure: Departure) -> None:
         """Tells the others that this rank's training has ended by an error."""

@@ -399,7 +399,7 @@ class Checkpointer:
         received, knows = finish(
             self._group,
             self._start.name,
-            watch=self._boundary.failed,
+            watch=self._boundary.attend,
             step=self._step,
             received=self._signal,
             knows=self._knows_signal,

@@ -86,6 +86,10 @@ WORLD_SIZE_MAX: Final = 1_000_000
 SHARDING_CHARACTERS_MAX: Final = 64 * MIB
 """A mesh takes some 20 characters; boxes named one by one, some 20 for each rank."""
 
+DIVISIONS_MAX: Final = 1024
+"""Divisions of a dimension within which another one is made; in use are the ranks of a mesh, which
+may be more. Each costs time to compute what a rank holds."""
+
 TIMEOUT_S: Final = 180.0
 """How long ranks wait for one another without any progress. Longer than any rank compiles or
 collects garbage between two steps, shorter than the watchdogs of collective libraries."""

@@ -287,14 +287,15 @@ def parse(text: object) -> Sharding:
     mesh = tuple(map(int, sizes))
     if prod(mesh) != len(ranks) or len(placements) != len(mesh):
         raise FormatError(f"mesh, ranks and placements do not fit: {text[:80]!r}")
-    if not all(map(_is_placement, placements)):
+    divisions_max = max(limits.DIVISIONS_MAX, len(ranks))
+    if not all(_is_placement(placement, divisions_max) for placement in placements):
         raise FormatError(f"not placements: {text[:80]!r}")
     return Sharding(ranks, mesh, placements)
 
 
-def _is_placement(text: str) -> bool:
+def _is_placement(text: str, divisions_max: int) -> bool:
     match = _PLACEMENT.fullmatch(text)
-    return match is not None and (match.group(2) is None or int(match.group(2)) > 0)
+    return match is not None and 0 < int(match.group(2) or 1) <= divisions_max
 
 
 def _parse_ranks(text: str) -> tuple[int, ...]:
@@ -357,7 +358,7 @@ def _intervals(size: int, divisions: tuple[_Division, ...]) -> tuple[tuple[int, 
     for index, count, within in divisions:
         length = sum(stop - start for start, stop in held)
         taken: list[tuple[int, int]] = []
-        for number in range(within):
+        for number in range(min(within, length)):
             start, stop = _chunk(length, number, within)
             first, last = _chunk(stop - start, index, count)
             _append(taken, held, start + first, start + last)

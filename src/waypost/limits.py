@@ -103,5 +103,14 @@ BEAT_S: Final = 1.0
 DIFFERENCES_MAX: Final = 1000
 """Differences between ranks that one rank reports to the others."""
 
+WATCH_S: Final = 1.0
+"""How often a rank that waits for others looks whether the training of one of them has failed."""
+
+POLL_S: Final = 0.0002
+"""First pause between two looks at the store that ranks share; doubled each time."""
+
+POLL_S_MAX: Final = 0.5
+"""Longest such pause: 4096 ranks then ask a store 8,000 times a second, which it can answer."""
+
 EXCHANGE_BYTES: Final = 8 * MIB
 """One message between ranks that share what they read; small tensors travel together in one."""

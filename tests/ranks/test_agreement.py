@@ -488,3 +488,27 @@ def test_a_lone_reader_does_not_need_the_ranks_that_saved(tmp_path: Path) -> Non
 
     job(body)
     assert_same(model, full_model(1))
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_an_interrupted_rank_is_named_at_once(kind: type[BaseException], tmp_path: Path) -> None:
+    """The others do not wait for it, and are not blamed."""
+    url = new_place("disk", tmp_path)
+
+    class Interrupted:
+        def state_dict(self) -> dict[str, int]:
+            raise kind("stop")
+
+        def load_state_dict(self, state: Any) -> None:
+            del state
+
+    def body(group: Any) -> None:
+        state = {"x": Interrupted() if group.rank == 1 else torch.nn.Linear(1, 1)}
+        waypost.save(url, state, process_group=group)
+
+    outcomes = run_ranks(WORLD_SIZE, body)
+    assert isinstance(outcomes[1].error, kind)
+    for outcome in others(outcomes, 1):
+        assert isinstance(outcome.error, waypost.PeerError)
+        assert kind.__name__ in outcome.error.errors[1]
+        assert outcome.waited_s == 0

@@ -379,3 +379,33 @@ def test_a_flag_that_is_raised_at_the_very_end_holds_nobody_up(late: int, tmp_pa
         return checkpointer.last_saved
 
     assert len(set(job(body))) == 1
+
+
+def test_a_flag_meets_ranks_that_wait_in_a_scheduled_save(tmp_path: Path) -> None:
+    """Rank 0 is far behind when it wants to save: the others wait for it, and it for them."""
+    run = new_place("memory", tmp_path, "run")
+    ahead = threading.Barrier(WORLD_SIZE)
+
+    def body(group: Any) -> list[int]:
+        clock = ManualClock()
+        state = sample(group, 0)
+        saved = []
+        every = waypost.EverySteps(8) | waypost.EveryMinutes(1)
+        with open_run(run, group, state, save_every=every, clock=clock) as checkpointer:
+            for step in range(1, 13):
+                put(state, group, step)
+                if step == (2 if group.rank == 0 else 8):
+                    ahead.wait(10)
+                if step == 3 and group.rank == 0:
+                    clock.sleep(90.0)
+                checkpointer.step_done()
+                if checkpointer.last_saved == step:
+                    saved.append(step)
+        return saved
+
+    outcomes = run_ranks(WORLD_SIZE, body)
+    saved = [outcome.value for outcome in outcomes]
+    assert all(outcome.error is None for outcome in outcomes), outcomes
+    assert all(steps == saved[0] for steps in saved)
+    assert 8 in saved[0]
+    assert all(outcome.waited_s < 10 for outcome in outcomes)

@@ -1,6 +1,7 @@
 """Who owns a leaf: what is stored of it, from which rank, and what a difference means."""
 
 import logging
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -335,3 +336,26 @@ def test_a_sharded_tensor_cannot_be_each_ranks_own(tmp_path: Path) -> None:
         for text in refused_save(url, make, waypost.UnsupportedError, per_rank=per_rank):
             assert "m/w" in text
             assert "per_rank" in text
+
+
+def test_a_sharded_tensor_that_a_rank_of_its_mesh_lacks_is_refused(tmp_path: Path) -> None:
+    """What that rank should hold would be stored nowhere."""
+    url = new_place("memory", tmp_path)
+    full = noise((8, 2), 1)
+
+    def make(group: Any) -> dict[str, Any]:
+        rows = distribute(full, mesh_of(group.rank, WORLD_SIZE), [Shard(0)])
+        return {"m": {"a": rows, "b": 1} if group.rank != ODD_RANK else {"b": 1}}
+
+    for text in refused_save(url, make):
+        assert "m/a" in text
+        assert "0, 1, 3" in text
+
+
+def test_ordered_keys_in_another_order_are_a_difference(tmp_path: Path) -> None:
+    """An OrderedDict is its order, too."""
+    url = new_place("memory", tmp_path)
+    keys = {"a": 1, "b": 2}
+    usual, odd = OrderedDict(keys), OrderedDict(reversed(keys.items()))
+    for text in refused_save(url, _with_odd_rank(usual, odd)):
+        assert "x/leaf" in text

@@ -9,7 +9,18 @@ import msgspec
 
 from waypost import limits
 from waypost.errors import CorruptionError, FormatError, NotFoundError, WaypostError
-from waypost.format import digests, documents, names, paths, safetensors, shards, trees
+from waypost.format import (
+    digests,
+    documents,
+    names,
+    paths,
+    safetensors,
+    shardings,
+    shards,
+    tensornodes,
+    tensortypes,
+    trees,
+)
 from waypost.format.documents import DataFile, FileRecord, Index, Manifest, Structure
 from waypost.format.jsontext import Json
 from waypost.storage import Location, ReadFile
@@ -127,7 +138,31 @@ def open_documents(snapshot: Location, manifest: Manifest | None = None) -> Docu
         manifest = read_manifest(snapshot)
     structure_data = read_document(snapshot, manifest.structure)
     structure = documents.decode_structure(structure_data, manifest.structure.path)
+    if manifest.world_size > 1:
+        _check_shardings(structure, manifest)
     return Documents(snapshot, manifest, structure)
+
+
+def _check_shardings(structure: Structure, manifest: Manifest) -> None:
+    """Makes sure that every sharding is one of its tensor, over ranks that saved the snapshot.
+
+    Raises:
+        FormatError: It is not.
+    """
+    if any(rank >= manifest.world_size for _, rank, _ in structure.cuts):
+        raise FormatError(f"{manifest.structure.path}: a cut of a rank that did not save")
+    for name, entry in structure.entries.items():
+        for leaf in trees.leaves(entry.tree, paths.segment(name)):
+            described = tensornodes.described(leaf.tensor_node, leaf.path) if leaf.is_tensor else {}
+            if "sharding" not in described:
+                continue
+            sharding = shardings.parse(described["sharding"])
+            shape = tensortypes.parse(described["type"]).shape
+            if max(sharding.ranks) >= manifest.world_size or not sharding.fits(shape):
+                raise FormatError(
+                    f"{leaf.path}: {described['type'][:80]} cannot be spread as "
+                    f"{sharding.text[:80]} over {manifest.world_size} ranks"
+                )
 
 
 def read_document(snapshot: Location, record: FileRecord) -> bytes:

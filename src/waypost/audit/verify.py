@@ -231,6 +231,8 @@ def _check_consistency(
             for path, node in index.nodes.items():
                 consistency.add_tree(node, path, rank)
         consistency.check()
+        if opened.world_size > 1:
+            consistency.check_writers(opened.structure.cuts)
     except FormatError as error:
         findings.add(error, opened.manifest.structure.path)
 

@@ -200,7 +200,10 @@ class Agreement:
             self._group.opened = self._number + 1
         said = {0: own}
         missing: tuple[int, ...] = ()
-        if not _has_failed(own):
+        if own.failure is not None and own.failure.may_be_consequence:
+            causes = {rank: one for rank, one in self._heard().items() if _has_failed(one)}
+            said = causes or said
+        elif not _has_failed(own):
             received, missing = self._collect(phase)
             said |= received
         failed = {rank: one.failure for rank, one in said.items() if one.failure is not None}
@@ -219,6 +222,14 @@ class Agreement:
         if self._round and len(said) == self._group.world_size:
             self._channel.delete([self._key(self._round - 1, "all")])
         return msgspec.msgpack.decode(data, type=_Decided)
+
+    def _heard(self) -> dict[int, _Said]:
+        """Returns what the other ranks have said so far in this round."""
+        keys = {self._key(self._round, rank): rank for rank in self._others}
+        return {
+            keys[key]: msgspec.msgpack.decode(data, type=_Said)
+            for key, data in self._channel.wait(list(keys), 0.0).items()
+        }
 
     def _decide(
         self, said: Mapping[int, _Said], decide: Callable[[dict[int, Any]], Any]
@@ -289,7 +300,9 @@ class Agreement:
                 self._channel.delete([own])
                 failed = {rank: Failure(kind="", text=text) for rank, text in gone.items()}
                 raise failures.peers(failed, f"{_title(self._subject)}, in the phase {phase!r}")
-            if is_interrupted or patience.is_over:
+            if is_interrupted:
+                raise _timeout(self._subject, phase, (0,), self._timeout_s)
+            if patience.is_over:
                 # A rank 0 that comes late must not count on this one, and is told so.
                 self._channel.delete([own])
                 self._channel.set(self._key_of_giving_up(self._group.rank), b"")
@@ -385,7 +398,7 @@ class _Patience:
         earliest = min(self._seen_s.values()) + self._timeout_s - self._call._channel.now()
         longest = max(self._timeout_s / 4, limits.BEAT_S)
         if self._call._watch is not None:
-            longest = limits.BEAT_S
+            longest = min(longest, limits.WATCH_S)
         return max(0.0, min(earliest, longest))
 
     def look(self, missing: tuple[int, ...]) -> bool:

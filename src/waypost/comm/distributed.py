@@ -11,18 +11,19 @@ import time
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
+from waypost import limits
 from waypost.comm.group import Channel, Exchange
 from waypost.errors import CoordinationTimeoutError, PeerError
 from waypost.format.shardings import Ranks
 
-_POLL_S = 0.02
-"""Wait between two looks at a store that cannot wait for several keys."""
+_ABSENT: Final = "\x01absent"
+"""What a store answers, when asked to replace this by itself, for a name that it does not have."""
 
 
 def is_running() -> bool:
@@ -109,12 +110,12 @@ class StoreChannel:
             self._store.set(key, value)
 
     def wait(self, keys: Sequence[str], timeout_s: float) -> dict[str, bytes]:
-        """Waits in the store's server; see :class:`waypost.comm.group.Channel`."""
+        """Looks until all are there; see :class:`waypost.comm.group.Channel`."""
         names = list(keys)
         with _connection():
-            if not self._wait_for_all(names, timeout_s):
-                names = [name for name in names if self._store.check([name])]
-            return {name: bytes(self._store.get(name)) for name in names}
+            self._wait_for_all(names, timeout_s)
+            found = {name: self._look(name) for name in names}
+        return {name: value for name, value in found.items() if value is not None}
 
     def add(self, key: str, count: int) -> int:
         """Adds to the store's counter."""
@@ -127,16 +128,22 @@ class StoreChannel:
             for key in keys:
                 self._store.delete_key(key)
 
-    def _wait_for_all(self, names: list[str], timeout_s: float) -> bool:
-        if self._store.check(names):
-            return True
-        if timeout_s <= 0:
-            return False
-        try:
-            self._store.wait(names, timedelta(milliseconds=max(1, int(timeout_s * 1000))))
-        except dist.DistStoreError:
-            return False
-        return True
+    def _look(self, name: str) -> bytes | None:
+        """Returns a value without ever waiting for it: another rank may just have removed it."""
+        found = bytes(self._store.compare_set(name, _ABSENT, _ABSENT))
+        return None if found == _ABSENT.encode() else found
+
+    def _wait_for_all(self, names: list[str], timeout_s: float) -> None:
+        # Looked at again and again, and not waited for in the store: that would keep every other
+        # thread from the connection, and has its time-outs printed.
+        deadline_s = time.monotonic() + timeout_s
+        pause_s = limits.POLL_S
+        while timeout_s > 0 and not self._store.check(names):
+            remaining_s = deadline_s - time.monotonic()
+            if remaining_s <= 0:
+                return
+            time.sleep(min(pause_s, remaining_s))
+            pause_s = min(2 * pause_s, limits.POLL_S_MAX)
 
 
 class _GlooExchange:

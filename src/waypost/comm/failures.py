@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import errno
 from collections.abc import Mapping
 from typing import Any, Final
@@ -49,6 +50,12 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def is_own(self) -> bool:
         """Whether the rank itself failed, and not because of another one."""
         return self.kind not in (PeerError.__name__, CoordinationTimeoutError.__name__)
+
+    @property
+    def may_be_consequence(self) -> bool:
+        """Whether the storage failed, as it does under one whose files others clear up."""
+        found = getattr(errors, self.kind, None) or getattr(builtins, self.kind, None)
+        return isinstance(found, type) and issubclass(found, OSError)
 
     @property
     def line(self) -> str:

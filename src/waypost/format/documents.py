@@ -181,6 +181,8 @@ def decode_structure(data: bytes, name: str) -> Structure:
     """
     structure = _convert(_parse(data, name), Structure, name)
     _check_entries(structure.entries, name)
+    if any(entry.scope == "per_rank" for entry in structure.entries.values()):
+        raise FormatError(f"{name}: an entry of one rank among those that ranks share")
     places = [(path, start) for path, _, start in structure.cuts]
     if places != sorted(places) or any(min(rank, start) < 0 for _, rank, start in structure.cuts):
         raise FormatError(f"{name}: the cuts are out of order")
@@ -196,6 +198,8 @@ def decode_index(data: bytes, name: str) -> Index:
     index = _convert(_parse(data, name), Index, name)
     algorithm = digests.algorithm(index.algorithm)
     _check_entries(index.entries, name)
+    if any(entry.scope != "per_rank" for entry in index.entries.values()):
+        raise FormatError(f"{name}: an entry that ranks share among those of one rank")
     if not 4096 <= index.chunk_bytes <= limits.GIB:
         raise FormatError(f"{name}: chunks of {index.chunk_bytes} bytes are out of bounds")
     names = [file.name for file in index.files]
@@ -291,6 +295,8 @@ def _check_manifest(manifest: Manifest, name: str) -> None:
         raise FormatError(
             f"{name}: {len(manifest.indexes)} indexes for {manifest.world_size} ranks"
         )
+    if len({file.path for file in manifest.indexes}) != len(manifest.indexes):
+        raise FormatError(f"{name}: two ranks have one index")
     for file in [manifest.structure, *manifest.indexes]:
         folder, _, base = file.path.rpartition("/")
         if folder != f"data/{manifest.attempt}":

@@ -104,6 +104,18 @@ class Sharding:
         """Tells whether ``rank`` takes part."""
         return rank in self._positions
 
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Tells whether a tensor of ``shape`` can be spread like this."""
+        if self.boxes is None:
+            matches = [_PLACEMENT.fullmatch(placement) for placement in self.placements]
+            return all(m is None or int(m.group(1) or -1) < len(shape) for m in matches)
+        return all(
+            len(box) == len(shape)
+            and all(stop <= size for (_, stop), size in zip(box, shape, strict=True))
+            for held in self.boxes
+            for box in held
+        )
+
     def parts(self, rank: int, shape: tuple[int, ...]) -> tuple[Part, ...]:
         """Returns what ``rank`` holds of a tensor of ``shape``, in the order of its own memory.
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from waypost.errors import FormatError
-from waypost.format import paths, shardings, shards, tensortypes, trees
+from waypost.format import cuts, paths, shardings, shards, tensortypes, trees
+from waypost.format.cuts import Cut
 from waypost.format.jsontext import Json
 from waypost.format.paths import part_path
 from waypost.format.safetensors import Item
@@ -58,6 +59,7 @@ class Consistency:
         self._expected: dict[_Owned, TensorType] = {}
         self._aliases: list[tuple[_Owned, dict[str, Any]]] = []
         self._stored: dict[tuple[str, str], list[_Part]] = {}
+        self._spread: dict[str, str] = {}
 
     def add_tree(self, tree: Json, path: str, owner: int | None = None) -> None:
         """Learns the tensors of an entry.
@@ -110,10 +112,36 @@ class Consistency:
             if paths.entry_of(description["alias"]) not in unknown:
                 self._check_alias(owned, description)
 
+    def check_writers(self, divided: Sequence[Cut]) -> None:
+        """Makes sure that what several ranks wrote is found where readers look for it.
+
+        Args:
+            divided: The cuts of the snapshot.
+
+        Raises:
+            FormatError: A part is on a rank that neither cuts nor sharding name.
+        """
+        for owned, kind in self._expected.items():
+            if owned.owner is not None:
+                continue
+            parts = self._parts_of(owned)
+            text = self._spread.get(paths.leaf_of(owned.path))
+            for part in parts if kind.nbytes else ():
+                if text is None:
+                    named: Sequence[int] = cuts.writers(divided, owned.path)
+                else:
+                    extent = shards.check_item(owned.path, kind, part.item, part.extent)
+                    named = shardings.parse(text).holders(extent.box, kind.shape)
+                if part.rank not in named:
+                    raise FormatError(
+                        f"{owned.path}: a part of it is on rank {part.rank}, where nobody looks"
+                    )
+
     def _add(self, node: Json, path: str, owner: int | None) -> None:
         description = described(node, path)
-        if "sharding" in description:
+        if "sharding" in description and owner is None:
             shardings.parse(description["sharding"])
+            self._spread[path] = description["sharding"]
         if "alias" in description:
             if not isinstance(description["alias"], str):
                 raise FormatError(f"{path}: an alias must name a leaf")

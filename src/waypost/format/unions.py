@@ -106,6 +106,10 @@ def _compare(leader: Json, own: Json, path: str, found: Delta, kind: str) -> Any
         return None
     theirs = {_text(key): (key, below, node) for key, below, node in _items(leader, path)}
     ours = {_text(key): (key, below, node) for key, below, node in _items(own, path)}
+    is_ordered = _tag(leader) == "$odict" and kind != "module"
+    if is_ordered and list(ours) != list(theirs) and set(ours) == set(theirs):
+        found.conflicts.append((path, ", ".join(theirs)[:200], ", ".join(ours)[:200]))
+        return None
     new = [item for text, item in ours.items() if text not in theirs]
     below = []
     for text, (key, at, node) in theirs.items():

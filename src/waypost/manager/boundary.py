@@ -65,6 +65,7 @@ class Boundary:
         self._channel = group.channel
         self._name = name
         self._timeout_s = timeout_s
+        self._step = 0
         self._number = 0
         self._news = 0
         self._asked: Request | None = None
@@ -76,24 +77,27 @@ class Boundary:
         """The signal by which the job was asked to stop, as far as this rank knows; 0 if none."""
         return self._decided.request.signal if self._decided is not None else 0
 
-    def reach(self, step: int, wanted: Request | None) -> Request | None:
+    def reach(self, step: int, wanted: Request | None, *, may_wait: bool) -> Request | None:
         """Returns what all ranks do now, after ``step``, if anything.
 
         Args:
             step: Steps done.
             wanted: What this rank wants; given again at each boundary until it is done.
+            may_wait: Whether to wait for the others, if it comes to that; not when all ranks are
+                about to meet at this step anyway.
 
         Raises:
             PeerError: The training of another rank has failed.
             CoordinationTimeoutError: Other ranks did not come to a boundary in time.
         """
+        self._step = step
         if wanted is not None and self._asked is None and self._seen is None:
             self._asked = wanted
             self._channel.set(self._key("ask"), msgspec.msgpack.encode(wanted))
             self._channel.add(self._key_of_news, 1)
-        self._look(step)
+        self._look()
         if self._seen is not None and self._decided is None:
-            is_late = step >= self._seen + _AHEAD_STEPS
+            is_late = may_wait and step >= self._seen + _AHEAD_STEPS
             self._decide(self._timeout_s if is_late else 0.0)
         if self._decided is None or step < self._decided.step:
             return None
@@ -103,18 +107,20 @@ class Boundary:
 
     def end(self, step: int) -> None:
         """Tells the others that this rank does not come to another boundary."""
+        self._step = step
         if self._seen is None:
-            self._seen = step
-            self._channel.set(self._key(f"seen/{self._group.rank}"), str(step).encode())
+            self._note_seen()
 
     def attend(self) -> dict[int, str]:
-        """Answers, on a rank 0 that has ended, flags that others raise still; as :meth:`failed`.
+        """Answers flags while this rank waits in a save or at the end; returns as :meth:`failed`.
 
-        They are told a step that nobody comes to, go on, and end as well.
+        A rank that is behind may wait at its boundary for an answer, and this one for that rank.
         """
-        is_asked = self._group.rank == 0 and self._decided is None
-        if is_asked and self._channel.wait([self._key("ask")], 0.0):
-            self._decide(0.0)
+        if self._decided is None:
+            if self._seen is None and self._channel.wait([self._key("ask")], 0.0):
+                self._note_seen()
+            if self._seen is not None and self._group.rank == 0:
+                self._decide(0.0)
         return self.failed()
 
     def leave(self, departure: Departure) -> None:
@@ -137,7 +143,7 @@ class Boundary:
             earlier = self._keys(self._number - 1) if self._number else []
             self._channel.delete([*earlier, *self._keys(self._number), self._key_of_news])
 
-    def _look(self, step: int) -> None:
+    def _look(self) -> None:
         """Looks whether there is anything new: one message to the store at each boundary."""
         news = self._channel.add(self._key_of_news, 0)
         if news == self._news and self._seen is None:
@@ -145,8 +151,11 @@ class Boundary:
         self._news = news
         self._raise_departures()
         if self._seen is None and self._channel.wait([self._key("ask")], 0.0):
-            self._seen = step
-            self._channel.set(self._key(f"seen/{self._group.rank}"), str(step).encode())
+            self._note_seen()
+
+    def _note_seen(self) -> None:
+        self._seen = self._step
+        self._channel.set(self._key(f"seen/{self._group.rank}"), str(self._step).encode())
 
     def failed(self) -> dict[int, str]:
         """Returns the other ranks whose training has failed, with what it raised."""
@@ -174,7 +183,8 @@ class Boundary:
         if self._group.rank == 0:
             keys = {self._key(f"seen/{rank}"): rank for rank in range(self._group.world_size)}
             found = self._channel.wait(list(keys), timeout_s)
-            if len(found) == len(keys):
+            is_asked = bool(self._channel.wait([self._key("ask")], 0.0))
+            if len(found) == len(keys) and is_asked:
                 step = max(map(int, found.values())) + _AHEAD_STEPS
                 data = self._channel.wait([self._key("ask")], 0.0)[self._key("ask")]
                 request = msgspec.msgpack.decode(data, type=Request)

@@ -261,7 +261,7 @@ class Checkpointer:
                     epoch=self._epoch,
                 ),
                 before_commit=None if writer is None else writer.before_commit,
-                watch=self._boundary.failed if self._group.world_size > 1 else None,
+                watch=self._boundary.attend if self._group.world_size > 1 else None,
             ),
             group=self._group,
             settings=self._settings,
@@ -371,7 +371,8 @@ class Checkpointer:
             wanted = Request(reason=f"signal {_name(self._signal)}", signal=self._signal)
         elif due is not None and reason is None and not self._is_saved:
             wanted = Request(reason=due)
-        request = self._boundary.reach(self._step, wanted)
+        is_due = reason is not None and not self._is_saved
+        request = self._boundary.reach(self._step, wanted, may_wait=not is_due)
         if request is not None and request.signal:
             self._stop(request.signal)
         reason = reason or (request.reason if request is not None else None)

@@ -181,7 +181,7 @@ class Comparison:
                     holders.setdefault(at, set(ranks)).discard(rank)
             found = {leaf.path: leaf for leaf in trees.leaves(tree, path) if leaf.path in holders}
             for leaf in found.values():
-                if not _may_be_partial(entry, leaf):
+                if not _may_be_partial(entry, leaf) or not _may_be_restricted(leaf, holders):
                     owners = tuple(sorted(holders[leaf.path]))
                     differences.add(leaf.path, f"only on {ranks_text(owners)}")
             before = sum(leaf.is_tensor for leaf in trees.leaves(entry.tree, path))
@@ -321,6 +321,14 @@ def _may_be_partial(entry: Entry, leaf: trees.Leaf) -> bool:
     if leaf.tag == trees.PER_RANK:
         return True
     return entry.kind in _MIXED or (entry.kind == "value" and is_tensor)
+
+
+def _may_be_restricted(leaf: trees.Leaf, holders: Mapping[str, set[int]]) -> bool:
+    """Tells whether the ranks that hold a sharded leaf hold all of it between them."""
+    if not leaf.is_tensor:
+        return True
+    text = tensornodes.described(leaf.tensor_node, leaf.path).get("sharding")
+    return text is None or parse(text).restricted(frozenset(holders[leaf.path])) is not None
 
 
 def _spread(piece: Piece, holders: Holders) -> Piece:

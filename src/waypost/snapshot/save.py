@@ -262,7 +262,9 @@ class _Save:
         except BaseException as error:
             # Rank 0 cannot commit what another rank has not called ready; so that may discard, too,
             # what it wrote, and must not later, when it cannot know whether there was a commit.
-            if not committed and (self._call.is_leader or not is_ready):
+            # One that was interrupted leaves that to the others, which may still be writing.
+            is_failure = isinstance(error, Exception)
+            if not committed and (self._call.is_leader or (is_failure and not is_ready)):
                 attempt.discard(error)
             raise
         finally:

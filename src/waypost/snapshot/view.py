@@ -182,11 +182,6 @@ class View:
         node = leaf.tensor_node
         text = tensornodes.described(node, leaf.path).get("sharding")
         sharding = None if text is None else shardings.parse(text)
-        if sharding is not None and max(sharding.ranks) >= self.contents.documents.world_size:
-            raise FormatError(
-                f"{leaf.path}: spread over rank {max(sharding.ranks)}; "
-                f"{self.contents.documents.world_size} ranks saved the snapshot"
-            )
         self._known[leaf.path] = _Known(None, sharding, owner)
         for piece, kind in tensornodes.pieces(node, leaf.path):
             self._known[piece] = _Known(kind, sharding, owner)

@@ -41,7 +41,8 @@ def bytes_of(plain: torch.Tensor) -> memoryview:
     Args:
         plain: Any shape; any type that :func:`as_plain` returns.
     """
-    flat = plain.reshape(-1)
+    # By stride 1: of a single element torch keeps any stride, and calls it contiguous.
+    flat = plain.as_strided((plain.numel(),), (1,), plain.storage_offset())
     array: np.ndarray[tuple[int], np.dtype[np.uint8]] = flat.view(torch.uint8).numpy()
     return memoryview(array)  # type: ignore[arg-type]  # numpy arrays are buffers
 

@@ -12,7 +12,6 @@ up a call, and has begun another, goes on to that one.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -22,6 +21,7 @@ from waypost import limits
 from waypost.comm import failures
 from waypost.comm.failures import Failure
 from waypost.comm.group import Group
+from waypost.comm.life import Beats, Patience
 from waypost.errors import (
     CoordinationTimeoutError,
     Difference,
@@ -109,7 +109,9 @@ class Agreement:
         self._number = group.opened
         self._is_over = False
         self._cause: BaseException | None = None
-        self._beats = _Beats(self) if group.world_size > 1 else None
+        self._beats: Beats | None = None
+        if group.world_size > 1:
+            self._beats = Beats(self._channel, lambda: self._key_of_beat(group.rank), timeout_s / 8)
         if self.is_leader and group.world_size > 1:
             self._channel.set("leader", msgspec.msgpack.encode(_Opened(self._number, subject)))
 
@@ -249,7 +251,7 @@ class Agreement:
         """
         wanted = {self._key(self._round, rank): rank for rank in self._others}
         said: dict[int, _Said] = {}
-        patience = _Patience(self, self._others, self._timeout_s * _LEADER_SHARE)
+        patience = self._patience(self._others, self._timeout_s * _LEADER_SHARE)
         while wanted:
             found = self._channel.wait(list(wanted), patience.slice_s())
             for key, data in found.items():
@@ -268,6 +270,13 @@ class Agreement:
                 return said, missing
         return said, ()
 
+    def _patience(self, ranks: tuple[int, ...], timeout_s: float) -> Patience:
+        slice_max_s = max(timeout_s / 4, limits.BEAT_S)
+        if self._watch is not None:
+            slice_max_s = min(slice_max_s, limits.WATCH_S)
+        keys = {rank: self._key_of_beat(rank) for rank in ranks}
+        return Patience(self._channel, keys, timeout_s, slice_max_s)
+
     @property
     def _others(self) -> tuple[int, ...]:
         return tuple(range(1, self._group.world_size))
@@ -279,7 +288,7 @@ class Agreement:
             self._channel.delete(self._group.leftovers)
             self._group.leftovers.clear()
         self._channel.set(own, data)
-        patience = _Patience(self, (0,), self._timeout_s)
+        patience = self._patience((0,), self._timeout_s)
         while True:
             key = self._key(self._round, "all")
             found = self._channel.wait([key], 0.0 if is_interrupted else patience.slice_s())
@@ -288,6 +297,7 @@ class Agreement:
                 if self._round == 0 and self._is_past(decided):
                     self._channel.delete([own])
                     self._number += 1
+                    patience = self._patience((0,), self._timeout_s)
                     own = self._key(0, self._group.rank)
                     self._channel.set(own, data)
                     continue
@@ -381,68 +391,6 @@ class Agreement:
 
     def _key_of_beat(self, rank: int) -> str:
         return f"{self._number}/beat/{rank}"
-
-
-class _Patience:
-    """How long to go on waiting for ranks, by the last sign of life of each."""
-
-    def __init__(self, call: Agreement, ranks: tuple[int, ...], timeout_s: float) -> None:
-        self._call = call
-        self._timeout_s = timeout_s
-        now = call._channel.now()
-        self._seen_s = dict.fromkeys(ranks, now)
-        self._beats: dict[int, bytes] = {}
-
-    def slice_s(self) -> float:
-        """Returns how long to wait before looking for signs of life."""
-        earliest = min(self._seen_s.values()) + self._timeout_s - self._call._channel.now()
-        longest = max(self._timeout_s / 4, limits.BEAT_S)
-        if self._call._watch is not None:
-            longest = min(longest, limits.WATCH_S)
-        return max(0.0, min(earliest, longest))
-
-    def look(self, missing: tuple[int, ...]) -> bool:
-        """Looks for signs of life of ``missing``; tells whether there are new ones."""
-        channel = self._call._channel
-        now = channel.now()
-        keys = {self._call._key_of_beat(rank): rank for rank in missing}
-        is_new = False
-        for key, beat in channel.wait(list(keys), 0.0).items():
-            rank = keys[key]
-            if self._beats.get(rank) != beat:
-                self._beats[rank] = beat
-                self._seen_s[rank] = now
-                is_new = True
-        self._seen_s = {rank: self._seen_s[rank] for rank in missing}
-        return is_new
-
-    @property
-    def is_over(self) -> bool:
-        """Whether one of the ranks has shown no sign of life for too long."""
-        now = self._call._channel.now()
-        return any(now - seen >= self._timeout_s - 1e-6 for seen in self._seen_s.values())
-
-
-class _Beats:
-    """This rank's signs of life, told to the others from time to time."""
-
-    def __init__(self, call: Agreement) -> None:
-        self._call = call
-        self._guard = threading.Lock()
-        self._count = 0
-        self._told_s = call._channel.now()
-
-    def add(self, count: int) -> None:
-        """Counts progress; tells it if the last time is long enough ago."""
-        call = self._call
-        with self._guard:
-            self._count += count
-            now = call._channel.now()
-            if now - self._told_s < min(limits.BEAT_S, call._timeout_s / 8):
-                return
-            self._told_s = now
-            key = call._key_of_beat(call._group.rank)
-            call._channel.set(key, str(self._count).encode())
 
 
 def _compare_subjects(said: Mapping[int, Subject | None]) -> None:

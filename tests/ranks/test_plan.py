@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 import waypost
@@ -409,3 +410,29 @@ def test_four_ranks_save_and_load_in_little_memory(scope: str, tmp_path: Path) -
 
     for growth in in_child(measure).expect_result():
         assert growth <= 64 * MIB, growth
+
+
+@pytest.mark.parametrize("odd", [[Replicate(), Shard(1)], "mesh"])
+def test_ranks_that_see_a_tensor_spread_differently_get_the_right_bytes(
+    odd: Any, tmp_path: Path
+) -> None:
+    """They share nothing then, since they would not mean the same by a share."""
+    url = new_place("memory", tmp_path)
+    full = noise((16, 4), 1)
+    save_made(url, lambda group: {"x": full}, world_size=1)
+
+    def placed(tensor: torch.Tensor, rank: int) -> Any:
+        mesh, placements = mesh_of(rank, 2, 2), [Replicate(), Shard(0)]
+        if rank >= 2 and odd == "mesh":
+            ranks = torch.tensor([[1, 0], [3, 2]])
+            mesh = DeviceMesh("cpu", ranks, _init_backend=False, _rank=rank)
+        elif rank >= 2:
+            placements = odd
+        return distribute(tensor, mesh, placements)
+
+    def body(group: Any) -> bool:
+        target = placed(torch.zeros(16, 4), group.rank)
+        waypost.load(url, {"x": target}, process_group=group, options=options())
+        return torch.equal(target._local_tensor, placed(full, group.rank)._local_tensor)
+
+    assert job(body) == [True] * WORLD_SIZE

@@ -6,6 +6,7 @@ store is the one that the process group was made with; keys live below a prefix 
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import time
 import weakref
@@ -50,6 +51,7 @@ class DistributedGroup:
         self.channel: Channel = StoreChannel(self._store)
         self.opened = 0
         self.leftovers: list[str] = []
+        self._exchange: _GlooExchange | None = None
         self.channel.add(self._key_of_machine, 1)
 
     @property
@@ -73,9 +75,23 @@ class DistributedGroup:
     def reach(self, phase: str) -> None:
         """Does nothing."""
 
+    @property
+    def exchange_name(self) -> str:
+        """The connections that are open; they are kept, since gloo does not give them back."""
+        return "" if self._exchange is None else self._exchange.name
+
     def exchange(self, name: str, timeout_s: float) -> Exchange:
-        """Returns bulk exchange over TCP, connected when both sides come."""
-        return _GlooExchange(self._store, name, self.ranks, timeout_s)
+        """Returns bulk exchange over TCP."""
+        if self._exchange is None or self._exchange.name != name:
+            self.drop_exchange()
+            self._exchange = _GlooExchange(self._store, name, self.ranks, timeout_s)
+        return self._exchange
+
+    def drop_exchange(self) -> None:
+        """Shuts the connections down."""
+        if self._exchange is not None:
+            self._exchange.shut_down()
+            self._exchange = None
 
 
 _GROUPS: weakref.WeakKeyDictionary[Any, DistributedGroup] = weakref.WeakKeyDictionary()
@@ -147,9 +163,10 @@ class StoreChannel:
 
 
 class _GlooExchange:
-    """Pairwise bulk messages through a gloo group that only this call uses."""
+    """Pairwise bulk messages through a gloo group that nobody else uses."""
 
     def __init__(self, store: Any, name: str, ranks: Ranks, timeout_s: float) -> None:
+        self.name = name
         self._timeout_s = timeout_s
         with _connection():
             self._gloo: Any = dist.ProcessGroupGloo(
@@ -167,9 +184,10 @@ class _GlooExchange:
         """Receives from one rank."""
         self._do(self._gloo.recv, data, rank)
 
-    def close(self) -> None:
+    def shut_down(self) -> None:
         """Drops the connections."""
-        del self._gloo
+        with contextlib.suppress(RuntimeError, AttributeError):
+            self._gloo.shutdown()
 
     def _do(self, act: Any, data: memoryview, rank: int) -> None:
         tensor = torch.frombuffer(data, dtype=torch.uint8)

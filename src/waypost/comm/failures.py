@@ -144,8 +144,11 @@ def is_damage(error: BaseException) -> bool:
         failed = error.errors
     if failed is None:
         return isinstance(error, (CorruptionError, errors.NotFoundError))
-    kinds = (f"{CorruptionError.__name__}:", f"{errors.NotFoundError.__name__}:")
-    return bool(failed) and all(text.startswith(kinds) for text in failed.values())
+    kinds = [f"{CorruptionError.__name__}:"]
+    absent = f"{errors.NotFoundError.__name__}:"
+    if failed.get(0, "").startswith(absent):
+        kinds.append(absent)  # where only another rank finds nothing, its view may lag behind
+    return bool(failed) and all(text.startswith(tuple(kinds)) for text in failed.values())
 
 
 def ranks_text(ranks: tuple[int, ...]) -> str:

@@ -43,10 +43,6 @@ class Exchange(Protocol):
         """Fills ``data`` with the next message from ``rank``, which has the same length."""
         ...
 
-    def close(self) -> None:
-        """Ends the exchange."""
-        ...
-
 
 class Group(Protocol):
     """Who takes part in a save or load.
@@ -83,13 +79,22 @@ class Group(Protocol):
         """Called at the begin of each phase of a collective call; tests put faults here."""
         ...
 
+    @property
+    def exchange_name(self) -> str:
+        """The exchange that is open from an earlier call; empty if none."""
+        ...
+
     def exchange(self, name: str, timeout_s: float) -> Exchange:
         """Returns a way to exchange bulk bytes; collective.
 
         Args:
-            name: Unique to this call.
+            name: Of the one that is open on all ranks, or unique to this call.
             timeout_s: Longest wait for one message.
         """
+        ...
+
+    def drop_exchange(self) -> None:
+        """Closes the exchange that is open: a call has failed, and messages may be left in it."""
         ...
 
 
@@ -119,9 +124,17 @@ class Solo:
     def reach(self, phase: str) -> None:
         """Does nothing."""
 
+    @property
+    def exchange_name(self) -> str:
+        """None is open."""
+        return ""
+
     def exchange(self, name: str, timeout_s: float) -> Exchange:
         """Is never called: there is nobody to exchange with."""
         raise AssertionError(f"an exchange {name!r} of one process")
+
+    def drop_exchange(self) -> None:
+        """Does nothing."""
 
 
 class _NoChannel:

@@ -18,7 +18,6 @@ from waypost.errors import (
     Difference,
     NotFoundError,
     UnsupportedError,
-    WaypostError,
 )
 from waypost.format import paths, trees
 from waypost.format.documents import Manifest
@@ -120,6 +119,7 @@ def load(
             "include": str(include),
             "exclude": str(exclude),
             "cast": str(cast),
+            "rename": "a function" if callable(rename) else str(rename),
             "verify": str(verify),
             "url": url.url if isinstance(url, Location) else os.fsdecode(os.fspath(url)),
         },
@@ -214,6 +214,7 @@ class _Load:
         self._group = group
         self._settings = settings
         self._count = 0
+        self._exchange_name = ""
         facts = {"entries": names_text(into), "reshard": names_text(loading.reshard)}
         subject = Subject(call="load", facts={**facts, **loading.facts})
         self._call = Agreement(group, subject, settings.timeout_s)
@@ -227,7 +228,8 @@ class _Load:
             nbytes = self._read(sharing, resharded)
             self._call.share("place", lambda: None, _nothing)
             self._call.share("exchange", lambda: self._place(plan, sharing, resharded), _nothing)
-        except (WaypostError, OSError) as error:
+        except BaseException as error:
+            self._group.drop_exchange()
             error.add_note(
                 "the load stopped while it was filling tensors in place: the target's tensors hold "
                 "a mixture of old and new values now; load another snapshot into it before use"
@@ -279,10 +281,12 @@ class _Load:
                 "elsewhere": [_encoded(difference) for difference in made.elsewhere],
                 "wanted": sharing.digest(),
                 "shares": sharing.has_shared,
+                "exchange": self._group.exchange_name,
             }
 
         agreed = self._call.share("plan", plan, _judge)
         made, sharing, resharded = found[0]
+        self._exchange_name = agreed["exchange"] or self._call.name
         sharing.divide(
             is_shared=agreed["is_shared"],
             settings=divided(self._settings, self._group.local_size()),
@@ -316,7 +320,7 @@ class _Load:
         return self._count
 
     def _place(self, plan: Plan, sharing: Sharing, resharded: Resharded) -> None:
-        sharing.exchange(self._call.name, self._call.progress)
+        sharing.exchange(self._exchange_name, self._call.progress)
         plan.place()
         resharded.place()
 
@@ -330,7 +334,7 @@ def within(near: Location, url: str, path: str) -> Location:
 
 
 def _judge(said: dict[int, dict[str, Any]]) -> dict[str, Any]:
-    """Returns, on rank 0, whether ranks share what they read; raises what does not fit."""
+    """Returns, on rank 0, whether and how ranks share what they read; raises what does not fit."""
     differences = dict.fromkeys(tuple(d) for one in said.values() for d in one["differences"])
     elsewhere = [{tuple(d) for d in one["elsewhere"]} for one in said.values()]
     first = dict.fromkeys(tuple(d) for d in said[0]["elsewhere"])
@@ -339,7 +343,11 @@ def _judge(said: dict[int, dict[str, Any]]) -> dict[str, Any]:
     found += [Difference(kind=k, path=p, expected=e, actual=a) for k, p, e, a in nowhere]
     Plan(differences=found).check()
     is_alike = len({one["wanted"] for one in said.values()}) == 1
-    return {"is_shared": is_alike and any(one["shares"] for one in said.values())}
+    exchanges = {one["exchange"] for one in said.values()}
+    return {
+        "is_shared": is_alike and any(one["shares"] for one in said.values()),
+        "exchange": exchanges.pop() if len(exchanges) == 1 else "",
+    }
 
 
 def _encoded(difference: Difference) -> tuple[str, str, str, str]:

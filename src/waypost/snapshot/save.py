@@ -128,7 +128,9 @@ def save(
     are stored in parts; what all ranks hold alike is stored once, each rank writing a share.
 
     When this raises, nothing is there that was not there before, or, with ``overwrite``, the old
-    snapshot still is. Tensors are read where they lie; do not change them during the call.
+    snapshot still is; unless the error says that the outcome is not known, or that the snapshot is
+    committed and only another rank did not confirm it. Tensors are read where they lie; do not
+    change them during the call.
 
     Args:
         url: The snapshot's own folder: a path, ``file://`` or ``memory://``.

@@ -54,8 +54,12 @@ class _Wanted:
 
     @property
     def text(self) -> str:
-        """What it is, for comparison with other ranks; boxes differ between ranks by right."""
-        return f"{self.path} {self.region.target.nbytes if self.region.box is None else 'box'}"
+        """What it is, for comparison with other ranks.
+
+        Boxes differ between ranks by right; from how the target is spread follows which.
+        """
+        size = self.region.target.nbytes if self.region.box is None else "box"
+        return f"{self.path} {size} {self.region.spread}"
 
 
 class Sharing:
@@ -143,23 +147,20 @@ class Sharing:
         """Sends what this rank has read, and receives what others have; collective.
 
         Args:
-            name: Unique to this call.
+            name: Of the exchange, as all ranks have agreed.
             advance: Told of bytes that were passed on.
         """
         if not self._is_shared:
             return
         groups = [(readers, members) for readers, members in self._by_readers() if len(readers) > 1]
         exchange = self._group.exchange(name, self._settings.timeout_s)
-        try:
-            for readers, members in groups:
-                for index, owner in enumerate(readers):
-                    is_own = owner == self._group.rank
-                    _pass_on(exchange, members, readers, index, advance, is_own=is_own)
-                for wanted in members:
-                    if wanted.filling is not None and wanted.is_shared:
-                        wanted.filling.finish(_HOLD)
-        finally:
-            exchange.close()
+        for readers, members in groups:
+            for index, owner in enumerate(readers):
+                is_own = owner == self._group.rank
+                _pass_on(exchange, members, readers, index, advance, is_own=is_own)
+            for wanted in members:
+                if wanted.filling is not None and wanted.is_shared:
+                    wanted.filling.finish(_HOLD)
 
     def _readers(self, path: str, region: Region) -> tuple[int, ...]:
         """Returns the ranks that want what this one wants."""

@@ -296,9 +296,9 @@ class TensorMatcher:
             for piece in held.pieces:
                 self._plan.then(functools.partial(self._copy_box, leaf, piece))
             return
-        replicas = None
+        replicas, spread = None, ""
         if held.sharding is not None and held.pieces:
-            replicas = held.sharding.replicas(self._ranks.rank)
+            replicas, spread = held.sharding.replicas(self._ranks.rank), held.sharding.text
         for piece in held.pieces:
             memory = (piece.tensor.data_ptr(), piece.box, base)
             if memory in self._filled:
@@ -307,7 +307,9 @@ class TensorMatcher:
             is_whole = piece.box == whole(held.shape)
             self._restorer.fill(
                 base,
-                Region(InPlaceTarget(piece.tensor), None if is_whole else piece.box, replicas),
+                Region(
+                    InPlaceTarget(piece.tensor), None if is_whole else piece.box, replicas, spread
+                ),
             )
 
     def _copy_box(self, leaf: Leaf, piece: shards.Piece) -> None:

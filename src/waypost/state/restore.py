@@ -31,11 +31,13 @@ class Region:
         target: The memory, of the box in row-major order.
         box: In global coordinates; None for all of the piece.
         replicas: The ranks that fill the same box of the same piece; None for all ranks.
+        spread: How the target is spread over ranks, as text; empty when all ranks hold all of it.
     """
 
     target: Target
     box: Box | None = None
     replicas: tuple[int, ...] | None = None
+    spread: str = ""
 
 
 class Restorer:

@@ -159,9 +159,17 @@ class RankGroup:
             self._world.stand(self.rank)
             self.check_alive()
 
+    @property
+    def exchange_name(self) -> str:
+        """None is kept open."""
+        return ""
+
     def exchange(self, name: str, timeout_s: float) -> Exchange:
         """Returns an exchange through the memory of the process."""
         return _ThreadExchange(self, name, timeout_s)
+
+    def drop_exchange(self) -> None:
+        """Does nothing."""
 
     def store_keys(self) -> list[str]:
         """Returns the keys that all ranks have left in their common store."""
@@ -238,9 +246,6 @@ class _ThreadExchange:
             self._wait(lambda: bool(box), rank)
             data[:] = box.popleft()
             world.guard.notify_all()
-
-    def close(self) -> None:
-        pass
 
     def _wait(self, is_there: Callable[[], bool], rank: int) -> None:
         if not self._group._world.wait(self._group.rank, is_there, self._timeout_s):

@@ -15,7 +15,8 @@ from _kit import torchrun_job
 from _kit.invariants import committed
 from _kit.torchrun_job import TIMEOUT_S, full_weight
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [
+    pytest.mark.timeout(600),pytest.mark.slow, pytest.mark.timeout(240)]
 
 SECONDS_MAX = 100
 

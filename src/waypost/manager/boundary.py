@@ -1,17 +1,20 @@
 """How ranks come to act at the same step, without waiting for one another at every step.
 
 A rank that wants something (a signal has come, time has passed) raises a flag. Every rank looks for
-flags at each of its boundaries, notes the first step at which it saw one, goes on for one more
-step, and waits there if it must. When all have seen it, rank 0 names the step: one after the last
-at which any rank saw it, which no rank can have passed. Ranks that run in step through the
-collectives of their training never block one another by this, and ranks that run freely do not run
-away.
+flags at each of its boundaries, says the first step at which it saw one, goes on for one more step,
+and waits there if it must. Whoever is the last to say so names the step for all: one after the last
+at which any rank saw the flag, which no rank can have passed.
+
+So nobody depends on a certain rank coming to a boundary. Ranks that run in step through collectives
+of their training have all seen a flag by the boundary at which the first of them waits. Ranks that
+run freely do not run away, and those that wait in a save or at the end look for flags there.
 """
 
 from __future__ import annotations
 
 import msgspec
 
+from waypost import limits
 from waypost.comm import Group
 from waypost.comm.failures import ranks_text
 from waypost.errors import CoordinationTimeoutError, PeerError
@@ -42,6 +45,13 @@ class Departure(msgspec.Struct, frozen=True, kw_only=True):
 
     step: int
     error: str = ""
+
+
+class _Seen(msgspec.Struct, frozen=True, kw_only=True):
+    """The step after which a rank saw a flag, and what it wanted itself by then."""
+
+    step: int
+    request: Request | None = None
 
 
 class _Decided(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,12 +103,12 @@ class Boundary:
         self._step = step
         if wanted is not None and self._asked is None and self._seen is None:
             self._asked = wanted
-            self._channel.set(self._key("ask"), msgspec.msgpack.encode(wanted))
+            self._channel.set(self._key("ask"), b"")
             self._channel.add(self._key_of_news, 1)
         self._look()
         if self._seen is not None and self._decided is None:
             is_late = may_wait and step >= self._seen + _AHEAD_STEPS
-            self._decide(self._timeout_s if is_late else 0.0)
+            self._learn(self._timeout_s if is_late else 0.0)
         if self._decided is None or step < self._decided.step:
             return None
         request = self._decided.request
@@ -116,11 +126,8 @@ class Boundary:
 
         A rank that is behind may wait at its boundary for an answer, and this one for that rank.
         """
-        if self._decided is None:
-            if self._seen is None and self._channel.wait([self._key("ask")], 0.0):
-                self._note_seen()
-            if self._seen is not None and self._group.rank == 0:
-                self._decide(0.0)
+        if self._seen is None and self._channel.wait([self._key("ask")], 0.0):
+            self._note_seen()
         return self.failed()
 
     def leave(self, departure: Departure) -> None:
@@ -154,8 +161,12 @@ class Boundary:
             self._note_seen()
 
     def _note_seen(self) -> None:
+        """Says after which step this rank saw a flag; the last to do so decides for all."""
         self._seen = self._step
-        self._channel.set(self._key(f"seen/{self._group.rank}"), str(self._step).encode())
+        seen = _Seen(step=self._step, request=self._asked)
+        self._channel.set(self._key(f"seen/{self._group.rank}"), msgspec.msgpack.encode(seen))
+        if self._channel.add(self._key("count"), 1) == self._group.world_size:
+            self._decide()
 
     def failed(self) -> dict[int, str]:
         """Returns the other ranks whose training has failed, with what it raised."""
@@ -178,29 +189,44 @@ class Boundary:
                 errors,
             )
 
-    def _decide(self, timeout_s: float) -> None:
-        """Learns the step at which all act; rank 0 names it when all have seen the flag."""
-        if self._group.rank == 0:
-            keys = {self._key(f"seen/{rank}"): rank for rank in range(self._group.world_size)}
-            found = self._channel.wait(list(keys), timeout_s)
-            is_asked = bool(self._channel.wait([self._key("ask")], 0.0))
-            if len(found) == len(keys) and is_asked:
-                step = max(map(int, found.values())) + _AHEAD_STEPS
-                data = self._channel.wait([self._key("ask")], 0.0)[self._key("ask")]
-                request = msgspec.msgpack.decode(data, type=Request)
-                self._decided = _Decided(step=step, request=request)
-                self._channel.set(self._key("at"), msgspec.msgpack.encode(self._decided))
-            elif timeout_s:
-                self._give_up(tuple(sorted(r for key, r in keys.items() if key not in found)))
-            return
-        found = self._channel.wait([self._key("at")], timeout_s)
-        if found:
-            self._decided = msgspec.msgpack.decode(found[self._key("at")], type=_Decided)
-        elif timeout_s:
-            self._give_up((0,))
+    def _decide(self) -> None:
+        """Names the step for all, if anything was asked for; a signal comes before the rest."""
+        seen = self._all_seen().values()
+        requests = [one.request for one in seen if one.request is not None]
+        if not requests:
+            return  # all have come to their end, and nobody wanted anything
+        request = next((request for request in requests if request.signal), requests[0])
+        decided = _Decided(step=max(one.step for one in seen) + _AHEAD_STEPS, request=request)
+        self._channel.set(self._key("at"), msgspec.msgpack.encode(decided))
+
+    def _all_seen(self) -> dict[int, _Seen]:
+        """Returns what ranks have said so far."""
+        keys = {self._key(f"seen/{rank}"): rank for rank in range(self._group.world_size)}
+        return {
+            keys[key]: msgspec.msgpack.decode(data, type=_Seen)
+            for key, data in self._channel.wait(list(keys), 0.0).items()
+        }
+
+    def _learn(self, timeout_s: float) -> None:
+        """Learns the step at which all act, waiting for it up to ``timeout_s``."""
+        key = self._key("at")
+        deadline_s = self._channel.now() + timeout_s
+        while True:
+            remaining_s = deadline_s - self._channel.now()
+            found = self._channel.wait([key], max(0.0, min(remaining_s, limits.WATCH_S)))
+            if found:
+                self._decided = msgspec.msgpack.decode(found[key], type=_Decided)
+                return
+            if not timeout_s:
+                return
+            self._raise_departures()
+            if remaining_s <= 0:
+                known = self._all_seen()
+                self._give_up(
+                    tuple(rank for rank in range(self._group.world_size) if rank not in known)
+                )
 
     def _give_up(self, missing: tuple[int, ...]) -> None:
-        self._raise_departures()
         raise CoordinationTimeoutError(
             f"{ranks_text(missing)} did not come to the end of a step within "
             f"{self._timeout_s:g} s (timeout_s), while the others waited to save",
@@ -216,7 +242,7 @@ class Boundary:
         self._asked = self._seen = self._decided = None
 
     def _keys(self, number: int) -> list[str]:
-        whats = ["ask", "at", *(f"seen/{rank}" for rank in range(self._group.world_size))]
+        whats = ["ask", "at", "count", *(f"seen/{rank}" for rank in range(self._group.world_size))]
         return [f"{self._name}/{number}/{what}" for what in whats]
 
     def _key(self, what: str) -> str:
